@@ -1,0 +1,115 @@
+"""Every error that echo2p2p raises on purpose.
+
+::
+
+    Echo2p2pError                 exit code 1
+    ├── SettingsError             3   a setting is unknown, missing or out of bounds
+    ├── SwarmError
+    │   ├── JoinError             4   no bootstrap peer answered, or the clock is off
+    │   ├── PeerUnreachable           a peer cannot be dialled, or its stream broke
+    │   ├── DeadlineExceeded          a wait ran out; says what was waited for, and from whom
+    │   └── ProtocolError             a peer sent something that is not our protocol
+    │       ├── MessageTooLarge
+    │       └── IncompatibleVersion  6
+    ├── VerificationError         5   something is not what its owner signed for
+    │   ├── RecordError
+    │   ├── ManifestError
+    │   ├── ChunkError
+    │   └── FingerprintMismatch
+    ├── ResourceError             7
+    │   ├── OutOfDisk
+    │   └── OutOfMemory
+    └── EngineError                   the inference engine could not generate or install
+
+The message says what happened and with which value; ``hint`` says what to do about it.
+The command line prints both in one line and leaves with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class Echo2p2pError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: what happened, with the value, the peer or the version concerned.
+        hint: what the reader can do about it; may be empty.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class SettingsError(Echo2p2pError):
+    exit_code = 3
+
+
+class SwarmError(Echo2p2pError):
+    pass
+
+
+class JoinError(SwarmError):
+    exit_code = 4
+
+
+class PeerUnreachable(SwarmError):  # noqa: N818 - reads as the state it reports
+    pass
+
+
+class DeadlineExceeded(SwarmError):  # noqa: N818
+    pass
+
+
+class ProtocolError(SwarmError):
+    pass
+
+
+class MessageTooLarge(ProtocolError):  # noqa: N818
+    pass
+
+
+class IncompatibleVersion(ProtocolError):  # noqa: N818
+    exit_code = 6
+
+
+class VerificationError(Echo2p2pError):
+    exit_code = 5
+
+
+class RecordError(VerificationError):
+    pass
+
+
+class ManifestError(VerificationError):
+    pass
+
+
+class ChunkError(VerificationError):
+    pass
+
+
+class FingerprintMismatch(VerificationError):  # noqa: N818
+    pass
+
+
+class ResourceError(Echo2p2pError):
+    exit_code = 7
+
+
+class OutOfDisk(ResourceError):  # noqa: N818
+    pass
+
+
+class OutOfMemory(ResourceError):  # noqa: N818
+    pass
+
+
+class EngineError(Echo2p2pError):
+    pass

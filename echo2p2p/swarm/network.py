@@ -1,0 +1,133 @@
+"""The seam between the roles and whatever carries their bytes.
+
+Two implementations: :mod:`echo2p2p.swarm.hivemind` (real peers) and :mod:`echo2p2p.swarm.memory` (one
+process, virtual time). A role sees streams to peers, handlers for streams from peers, and small signed
+records in a distributed table. Nothing else of the network reaches it.
+
+Guarantees of both implementations:
+
+* ``Stream.remote`` is authenticated: it is the peer's public key, whatever the bytes on the stream say.
+* A record is stored only under its owner's peer id and only with its owner's signature; one that was found
+  has been verified (:mod:`echo2p2p.swarm.records`).
+* Every call has a deadline. A broken stream raises :class:`~echo2p2p.errors.PeerUnreachable`, never hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.identity import Identity, PeerId
+
+
+class Stream(Protocol):
+    """A duplex byte stream to one peer."""
+
+    @property
+    def remote(self) -> PeerId:
+        """Who is at the other end, as proven by the transport."""
+        ...
+
+    async def read(self, max_bytes: int) -> bytes:
+        """Return between 1 and ``max_bytes`` bytes as soon as any are there; ``b""`` at the end of stream.
+
+        Raises:
+            PeerUnreachable: the connection broke.
+        """
+        ...
+
+    async def read_exactly(self, n_bytes: int) -> bytes:
+        """Return exactly ``n_bytes`` bytes.
+
+        Raises:
+            PeerUnreachable: the stream ended or broke before that.
+        """
+        ...
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send ``data``; returns once the bytes not yet on the wire are below a high-water mark.
+
+        The buffer must not change afterwards. Raises :class:`~echo2p2p.errors.PeerUnreachable`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Send what is buffered, then end the stream. Safe to call twice; never raises."""
+        ...
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+"""Serves one incoming stream; the network closes the stream when the handler returns or raises."""
+
+
+@dataclass(frozen=True)
+class PeerInfo:
+    """A peer that this node is connected to, and where."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+
+
+class Network(Protocol):
+    """One node's view of the swarm."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    async def open_stream(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+        """Dial ``peer`` and ask for ``protocol`` (such as ``/echo2p2p/1/chunks``).
+
+        Raises:
+            PeerUnreachable: nobody there, or it does not speak the protocol.
+            DeadlineExceeded: no answer within ``timeout_s``.
+        """
+        ...
+
+    async def handle(self, protocol: str, handler: StreamHandler) -> None:
+        """Serve ``protocol`` with ``handler``, one task a stream. Replaces an earlier handler.
+
+        A handler that raises an :class:`~echo2p2p.errors.Echo2p2pError` ends its stream only.
+        """
+        ...
+
+    async def store_record(self, key: str, value: bytes, *, expires_unix: float, timeout_s: float) -> bool:
+        """Store a signed record of our own under ``key``, subkey = our peer id.
+
+        Args:
+            key: a key of :mod:`echo2p2p.swarm.records`.
+            value: the sealed record, at most ``MAX_RECORD_BYTES``.
+            expires_unix: must equal the expiry inside the sealed record.
+
+        Returns:
+            Whether at least one replica holds it (on hivemind: a replica other than this node, if any
+            other node is known).
+        """
+        ...
+
+    async def find_records(self, key: str, *, timeout_s: float) -> dict[PeerId, bytes]:
+        """All live, verified records under ``key``, by owner. Empty if there are none.
+
+        Raises:
+            DeadlineExceeded: the table did not answer within ``timeout_s``.
+        """
+        ...
+
+    async def peers(self) -> list[PeerInfo]:
+        """The peers that this node is connected to now."""
+        ...
+
+    def addresses(self) -> list[str]:
+        """Multiaddrs, ending in ``/p2p/<peer id>``, under which others can reach this node."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the swarm and end everything that was started for it. Safe to call twice."""
+        ...
