@@ -1,0 +1,257 @@
+"""All settings, in one typed tree. TOML files layer over the defaults, ``--set a.b=c`` over the files.
+
+Unknown keys are errors, bounds are part of the types, and every field says what it does: ``echo2p2p learner
+--dry-run`` prints the tree as resolved. The environment layers in between: ``ECHO2P2P_LEARNER__STALENESS=3``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from echo2p2p.errors import SettingsError
+from echo2p2p.provisioning.capacity import default_kappa
+
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SwarmSettings(Section):
+    """Joining the swarm."""
+
+    initial_peers: tuple[str, ...] = Field((), description="multiaddrs of bootstrap peers, each ending in /p2p/ID")
+    host_maddrs: tuple[str, ...] = Field(
+        ("/ip4/0.0.0.0/tcp/0",), description="addresses to listen on; port 0 picks a free one"
+    )
+    announce_maddrs: tuple[str, ...] = Field((), description="addresses to announce, where they differ")
+    identity_path: Path | None = Field(None, description="Ed25519 identity file; made if it does not exist")
+    use_relay: bool = Field(True, description="reach peers behind NATs through relays")
+    use_auto_relay: bool = Field(False, description="be reachable through a relay when behind a NAT")
+    startup_timeout_s: Positive = Field(45, description="give up joining after this long")
+    record_ttl_s: Annotated[float, Field(ge=15, le=3600)] = Field(
+        90, description="lifetime of our records in the table; refreshed at a third of it"
+    )
+
+
+class TaskSettings(Section):
+    """What is trained on."""
+
+    name: RunName = Field("strings", description="name of the task")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="decides every prompt")
+    options: dict[str, str | int | float | bool] = Field({}, description="what the task itself understands")
+
+
+class PolicySettings(Section):
+    """The model that is trained."""
+
+    path: Path | None = Field(
+        None, description="Hugging Face folder to start from; empty: the seed policy that comes with echo2p2p"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the learner's weights")
+    device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1, …")
+
+
+class OptimizerSettings(Section):
+    """The objective and its optimizer."""
+
+    learning_rate: Positive = Field(1e-6, description="AdamW, constant")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this norm")
+    clip_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="ε of the clipped ratio")
+    importance_cap: Positive = Field(2.0, description="C, where the weight π_learner/π_sampler is truncated")
+    kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(16_384, description="padded tokens a forward pass")
+
+
+class LearnerSettings(Section):
+    """The learning plane."""
+
+    mode: Literal["async", "sequential"] = Field(
+        "async", description="async: workers stream, the learner never waits for a barrier; sequential: each "
+        "step asks for rollouts of the newest version"
+    )
+    staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+        3, description="S: no trained token comes from a policy more than this many versions old"
+    )
+    kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="publish every κ steps; empty: max(1, S − 1)"
+    )
+    steps: Annotated[int, Field(ge=0)] = Field(200, description="training steps; each makes one policy version")
+    prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16
+    samples_per_prompt: Annotated[int, Field(ge=2, le=4096)] = 16
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 256
+    lease_s: Positive = Field(60, description="how long leased prompts are one worker's alone")
+    beat_period_s: Positive = Field(5, description="workers show a sign of life this often; 3 missed and they are gone")
+    max_workers: Annotated[int, Field(ge=1, le=100_000)] = Field(1024, description="open work sessions")
+    min_workers: Annotated[int, Field(ge=1)] = Field(1, description="the first lease waits for this many")
+    eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: only at the ends")
+    eval_prompts: Annotated[int, Field(ge=1, le=65_536)] = 128
+    stop_at_reward: float | None = Field(None, description="stop once a held-out evaluation reaches this")
+    checkpoints_kept: Annotated[int, Field(ge=1)] = 2
+    threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+    @property
+    def publication_period(self) -> int:
+        """κ in force: sequential training publishes every version."""
+        if self.mode == "sequential" or self.staleness == 0:
+            return 1
+        return self.kappa if self.kappa is not None else default_kappa(self.staleness)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """R."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class ProvisioningSettings(Section):
+    """How many workers are paid, and which."""
+
+    gamma: Annotated[float, Field(ge=1, le=10)] = Field(1.1, description="γ: μ_target = γ · μ_min")
+    margin: NonNegative = Field(0.25, description="excess over μ_target that is tolerated, as a fraction")
+    persistence_s: NonNegative = Field(20, description="how long a drift must last before anybody is moved")
+    period_s: Positive = Field(2, description="seconds between decisions")
+    price_cap_per_hour: Positive | None = Field(None, description="$/h that the active set never exceeds")
+    t_train_prior_s: Positive = Field(10, description="T_train until the first step has been measured")
+    t_bcast_prior_s: NonNegative = Field(1, description="T_bcast until the first broadcast has been measured")
+
+
+class WorkerSettings(Section):
+    """A worker, and what it announces."""
+
+    engine: Literal["transformers"] = "transformers"
+    device: str = Field("auto", description="torch device")
+    threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
+    batch_groups: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="groups generated together at most")
+    price_per_hour: NonNegative = Field(0.0, description="$/h while active")
+    gpu: str | None = Field(None, description="announced GPU type; empty: as found")
+    upload_mbit: Positive = Field(100, description="announced upload bandwidth, Mbit/s")
+    download_mbit: Positive = Field(100, description="announced download bandwidth, Mbit/s")
+    tokens_per_s: Positive | None = Field(None, description="announced speed; empty: a guess by GPU")
+    limit_tokens_per_s: Positive | None = Field(
+        None, description="never generate faster than this, so that others can use the machine"
+    )
+
+
+class WeightsSettings(Section):
+    """How policy versions travel."""
+
+    chunk_kib: Annotated[int, Field(ge=4, le=4096)] = Field(256, description="size of a chunk")
+    keep_versions: Annotated[int, Field(ge=1, le=1000)] = Field(3, description="versions kept on disk and served")
+    max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
+
+
+class Settings(BaseSettings):
+    """The whole tree."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="ECHO2P2P_", env_nested_delimiter="__", validate_default=True
+    )
+
+    name: RunName = Field("echo", description="the run is NAME@LEARNER_PEER_ID")
+    run_dir: Path | None = Field(None, description="folder of this run; empty: runs/NAME")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    swarm: SwarmSettings = SwarmSettings()
+    task: TaskSettings = TaskSettings()
+    policy: PolicySettings = PolicySettings()
+    learner: LearnerSettings = LearnerSettings()
+    provisioning: ProvisioningSettings = ProvisioningSettings()
+    worker: WorkerSettings = WorkerSettings()
+    weights: WeightsSettings = WeightsSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load() layers the environment itself, between files and overrides
+
+
+def load(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Settings:
+    """Read and layer settings: defaults, then ``files`` in order, then the environment, then ``overrides``.
+
+    Args:
+        files: TOML files.
+        overrides: ``section.key=value``; the value is TOML, or plain text where that does not parse.
+
+    Raises:
+        SettingsError: a file cannot be read, a key is unknown, or a value is out of bounds; the message names
+            the key, the value and what is allowed.
+    """
+    tree: dict[str, Any] = {}
+    for file in files:
+        tree = _merge(tree, read_toml(file))
+    tree = _merge(tree, EnvSettingsSource(Settings)())
+    for override in overrides:
+        tree = _merge(tree, parse_override(override))
+    try:
+        return Settings(**tree)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_explain(e) for e in error.errors(include_url=False))) from None
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Parse one TOML file. Raises SettingsError, naming file and line."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"settings file {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {file} is not TOML: {error}") from error
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """``a.b=c`` as a tree. Raises SettingsError if it is not of that form."""
+    path, equals, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise SettingsError(f"--set {text!r} is not of the form section.key=value")
+    try:
+        value: Any = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    for key in reversed(keys):
+        value = {key: value}
+    result: dict[str, Any] = value
+    return result
+
+
+def to_toml(settings: Settings) -> str:
+    """The resolved tree as TOML that :func:`load` reads back to an equal tree."""
+    import tomli_w
+
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"]) or "settings"
+    if error["type"] == "extra_forbidden":
+        return f"{path} is not a setting"
+    shown = repr(error["input"])
+    return f"{path} = {shown[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"

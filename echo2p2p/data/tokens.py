@@ -1,0 +1,67 @@
+"""Where text meets tokens: prompts to ids before generation, completions to text for the reward.
+
+Worker and learner build the same :class:`PolicyTokenizer` from the same folder, so that the learner can check
+that a prompt is the leased one and compute every reward again. Nothing else in the project tokenises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from echo2p2p.errors import SettingsError
+
+
+class PolicyTokenizer:
+    """The tokenizer of a policy folder.
+
+    Args:
+        policy_dir: holds ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json``.
+        chat_template: wrap a prompt as one user turn with the tokenizer's own template; without a template
+            in the folder, or with False, prompts are encoded as they are.
+
+    Raises:
+        SettingsError: the folder holds no usable fast tokenizer, or it needs code of its own.
+    """
+
+    def __init__(self, policy_dir: Path, *, chat_template: bool = False) -> None:
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                policy_dir, local_files_only=True, trust_remote_code=False, use_fast=True
+            )
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise SettingsError(f"{policy_dir} holds no usable tokenizer: {error}") from error
+        if not tokenizer.is_fast:
+            raise SettingsError(f"{policy_dir} holds no fast tokenizer", hint="add its tokenizer.json")
+        self._tokenizer = tokenizer
+        self._chat = chat_template and bool(tokenizer.chat_template)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids that the engine is fed for the prompt ``text``.
+
+        Raises:
+            SettingsError: nothing is left of it: the tokenizer does not fit the task.
+        """
+        if self._chat:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+        # A chat template spells its special tokens out; plain text gets those the tokenizer always adds.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._chat)
+        if not ids:
+            raise SettingsError(f"the tokenizer makes no tokens of the prompt {text[:80]!r}")
+        return ids
+
+    def decode_completion(self, tokens: Sequence[int]) -> str:
+        """The text of a completion, special tokens left out. Never raises on ids that are in no vocabulary."""
+        known = [token for token in tokens if 0 <= token < len(self._tokenizer)]
+        text: str = self._tokenizer.decode(
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)

@@ -1,0 +1,93 @@
+"""What a worker's group must be before it may enter the replay buffer.
+
+Pure. Size and schema are checked before this module sees anything (framing and msgspec types). The order
+here is: who may send it, is it new, is it fresh, and only then, since it costs most, what is in it. Nothing
+that a worker claims about its own work is believed where it can be computed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+
+from echo2p2p.data.scoring import Scorer
+from echo2p2p.data.trajectory import Group, Trajectory
+from echo2p2p.learning.ledger import PromptLedger
+
+REWARD_TOLERANCE = 1e-6
+MIN_LOGPROB = -100.0
+MAX_LOGPROB = 1e-4
+"""A log-probability is at most 0; float32 rounding may lift it above by a little."""
+
+
+class Refusal(StrEnum):
+    """Why a group was not taken. The text goes back to the worker and into the counters."""
+
+    NOT_LEASED = "not leased to the sender"
+    DUPLICATE = "already delivered"
+    STALE = "older than the window"
+    UNPUBLISHED = "of a version that was never published"
+    SAMPLES = "wrong number of samples"
+    PROMPT = "not the prompt that was leased"
+    TOKENS = "token ids out of range"
+    LENGTH = "longer than allowed"
+    LOGPROBS = "log-probabilities implausible"
+    REWARD = "reward does not match its recomputation"
+    FULL = "replay buffer full"
+
+
+def check_claim(
+    group: Group,
+    *,
+    lease: int,
+    sender: str,
+    ledger: PromptLedger,
+    learner_version: int,
+    published_version: int,
+    staleness: int,
+) -> Refusal | None:
+    """The cheap part: lease, duplicate, window.
+
+    Args:
+        sender: the authenticated peer at the other end of the stream.
+        learner_version: v_t.
+        published_version: the newest version that any worker can hold.
+        staleness: S.
+    """
+    if ledger.holder(lease, group.index) != sender:
+        return Refusal.DUPLICATE if ledger.is_settled(group.index) else Refusal.NOT_LEASED
+    if group.version < learner_version - staleness:
+        return Refusal.STALE
+    if any(s.version_max > published_version or s.version_min > s.version_max for s in group.samples):
+        return Refusal.UNPUBLISHED
+    return None
+
+
+def check_contents(
+    group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int
+) -> Refusal | None:
+    """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop."""
+    if len(group.samples) != n_samples:
+        return Refusal.SAMPLES
+    if group.prompt != scorer.prompt_tokens(group.index):
+        return Refusal.PROMPT
+    for sample in group.samples:
+        if len(sample.completion) > max_new_tokens:
+            return Refusal.LENGTH
+        if max(sample.completion) >= scorer.vocab_size:
+            return Refusal.TOKENS
+        if not plausible_logprobs(sample):
+            return Refusal.LOGPROBS
+        # Written so that a NaN is refused: no comparison with one is true.
+        if not abs(scorer.reward(group.index, sample.completion) - sample.reward) <= REWARD_TOLERANCE:
+            return Refusal.REWARD
+    return None
+
+
+def plausible_logprobs(sample: Trajectory) -> bool:
+    """One finite value a token, none positive, none below what a sampler can draw."""
+    if len(sample.logprobs) != 4 * len(sample.completion):
+        return False
+    values = sample.logprob_array()
+    return bool(np.all((values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)))

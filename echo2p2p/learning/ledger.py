@@ -1,0 +1,151 @@
+"""Which prompt is where: unleased, leased to whom, buffered, or trained. Each index is trained exactly once.
+
+Pure: time is an argument. Guarantees:
+
+* An index is in one place at a time. It is leased to one worker at a time, and comes back when the lease
+  ends, the group is refused, or the group falls out of the window.
+* What :meth:`PromptLedger.state` saves is only what was trained; after a restart everything else is leased
+  again, so a crash can neither skip nor repeat an index.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LeaseState:
+    """One lease: who holds it, until when (monotonic seconds), and which of its indices are still out."""
+
+    worker: str
+    expires_at: float
+    open: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class LedgerState:
+    """What survives a restart: every index below ``frontier`` is trained, and those in ``beyond`` too."""
+
+    frontier: int
+    beyond: tuple[int, ...]
+
+
+class PromptLedger:
+    """The ledger of one run.
+
+    Args:
+        state: what an earlier life of the learner saved.
+        first_lease: number of the first lease; never one that an earlier life may have used.
+    """
+
+    def __init__(self, state: LedgerState | None = None, *, first_lease: int = 1) -> None:
+        self._frontier = state.frontier if state else 0
+        self._beyond = set(state.beyond) if state else set()
+        self._next_lease = first_lease
+        self._next_index = self._frontier
+        self._returned: list[int] = []
+        self._leases: dict[int, LeaseState] = {}
+        self._buffered: set[int] = set()
+
+    @property
+    def n_leased(self) -> int:
+        """Indices that are out with workers."""
+        return sum(len(lease.open) for lease in self._leases.values())
+
+    @property
+    def n_buffered(self) -> int:
+        return len(self._buffered)
+
+    @property
+    def n_trained(self) -> int:
+        return self._frontier + len(self._beyond)
+
+    def outstanding(self, worker: str) -> int:
+        """Indices that are out with ``worker``."""
+        return sum(len(lease.open) for lease in self._leases.values() if lease.worker == worker)
+
+    def lease(self, worker: str, n: int, *, now: float, duration_s: float) -> tuple[int, list[int]]:
+        """Give ``worker`` the ``n`` lowest free indices.
+
+        Returns:
+            The lease's number and its indices.
+        """
+        indices = [self._take_free() for _ in range(n)]
+        number = self._next_lease
+        self._next_lease += 1
+        self._leases[number] = LeaseState(worker, now + duration_s, set(indices))
+        return number, indices
+
+    def holder(self, lease: int, index: int) -> str | None:
+        """Who holds ``index`` under ``lease``; None if nobody does (any more)."""
+        state = self._leases.get(lease)
+        return state.worker if state and index in state.open else None
+
+    def is_settled(self, index: int) -> bool:
+        """Whether a group of this index is buffered or trained already."""
+        return index in self._buffered or index < self._frontier or index in self._beyond
+
+    def accept(self, lease: int, index: int) -> None:
+        """The group of ``index`` has arrived and is buffered."""
+        self._close(lease, index)
+        self._buffered.add(index)
+
+    def give_back(self, lease: int, index: int) -> None:
+        """The group of ``index`` will not come from this lease (refused, or declined)."""
+        self._close(lease, index)
+        heapq.heappush(self._returned, index)
+
+    def drop(self, index: int) -> None:
+        """The buffered group of ``index`` will not be trained (it fell out of the window)."""
+        self._buffered.remove(index)
+        heapq.heappush(self._returned, index)
+
+    def train(self, indices: list[int]) -> None:
+        """These buffered groups have been trained."""
+        for index in indices:
+            self._buffered.remove(index)
+            self._beyond.add(index)
+        while self._frontier in self._beyond:
+            self._beyond.remove(self._frontier)
+            self._frontier += 1
+
+    def expire(self, now: float) -> list[tuple[str, int]]:
+        """End every lease that has run out.
+
+        Returns:
+            (worker, number of indices that came back) for each.
+        """
+        due = [number for number, lease in self._leases.items() if lease.expires_at <= now]
+        return [(self._leases[number].worker, self._end(number)) for number in due]
+
+    def next_expiry(self) -> float | None:
+        return min((lease.expires_at for lease in self._leases.values()), default=None)
+
+    def release(self, worker: str) -> int:
+        """End every lease of ``worker``; returns how many indices came back."""
+        held = [number for number, lease in self._leases.items() if lease.worker == worker]
+        return sum(self._end(number) for number in held)
+
+    def state(self) -> LedgerState:
+        return LedgerState(self._frontier, tuple(sorted(self._beyond)))
+
+    def _take_free(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        while self._next_index in self._beyond:
+            self._next_index += 1
+        self._next_index += 1
+        return self._next_index - 1
+
+    def _close(self, lease: int, index: int) -> None:
+        state = self._leases[lease]
+        state.open.remove(index)
+        if not state.open:
+            del self._leases[lease]
+
+    def _end(self, number: int) -> int:
+        lease = self._leases.pop(number)
+        for index in lease.open:
+            heapq.heappush(self._returned, index)
+        return len(lease.open)

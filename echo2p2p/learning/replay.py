@@ -1,0 +1,75 @@
+"""The replay buffer: finished groups by the version that generated them, and the window that guards them.
+
+Pure, no clock. The window is the promise that everything else rests on: at learner version v_t only groups
+whose oldest token has v ≥ v_t − S are handed out. It is checked here, at the moment of sampling, whatever
+was checked before.
+
+Groups are handed out oldest version first, and in order of arrival within a version: the oldest are the ones
+that the next step would lose, so this order wastes least. Training on the freshest first would keep the
+sampled staleness lower while throwing paid-for work away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from echo2p2p.data.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A buffered group and who delivered it."""
+
+    group: Group
+    worker: str
+
+
+class ReplayBuffer:
+    """Bounded, indexed by version.
+
+    Args:
+        staleness: S, in versions.
+        capacity_groups: :meth:`add` refuses more than this.
+    """
+
+    def __init__(self, *, staleness: int, capacity_groups: int) -> None:
+        self._staleness = staleness
+        self._capacity = capacity_groups
+        self._by_version: dict[int, deque[Entry]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self._by_version.values())
+
+    def admissible(self, group_version: int, learner_version: int) -> bool:
+        """Whether a group of ``group_version`` is inside the window at ``learner_version``.
+
+        A version from the future is as foreign as one that is too old.
+        """
+        return learner_version - self._staleness <= group_version <= learner_version
+
+    def add(self, entry: Entry) -> bool:
+        """Take a group in; False if the buffer is full."""
+        if len(self) >= self._capacity:
+            return False
+        self._by_version.setdefault(entry.group.version, deque()).append(entry)
+        return True
+
+    def drop_stale(self, learner_version: int) -> list[Entry]:
+        """Remove and return every group that has left the window at ``learner_version``."""
+        stale = [v for v in self._by_version if not self.admissible(v, learner_version)]
+        return [entry for version in sorted(stale) for entry in self._by_version.pop(version)]
+
+    def take(self, n_groups: int, learner_version: int) -> list[Entry] | None:
+        """Remove and return ``n_groups`` admissible groups, oldest version first; None if there are fewer."""
+        versions = sorted(v for v in self._by_version if self.admissible(v, learner_version))
+        if sum(len(self._by_version[v]) for v in versions) < n_groups:
+            return None
+        taken: list[Entry] = []
+        for version in versions:
+            entries = self._by_version[version]
+            while entries and len(taken) < n_groups:
+                taken.append(entries.popleft())
+            if not entries:
+                del self._by_version[version]
+        return taken

@@ -1,0 +1,163 @@
+"""Which workers to pay: the cheapest set that keeps the learner busy, without thrashing.
+
+Pure: time is an argument. :func:`cheapest` is the one-shot choice, :class:`Activator` the closed loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One worker as the activation sees it.
+
+    Attributes:
+        mu: rollouts a second it delivers, accepted ones only.
+        active: whether it is paid now.
+    """
+
+    peer: str
+    price_per_hour: float
+    mu: float
+    active: bool = False
+
+    @property
+    def rho(self) -> float:
+        """Unit throughput cost ρ = c/μ, in $ per 1,000 rollouts; infinite for one that delivers nothing."""
+        return self.price_per_hour / 3.6 / self.mu if self.mu > 0 else math.inf
+
+
+def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Cheapest rollouts first. Ties go to the lower price, then the peer id, so that every run agrees."""
+    return sorted(candidates, key=lambda c: (c.rho, c.price_per_hour, c.peer))
+
+
+def cheapest(
+    candidates: Iterable[Candidate], target: float, *, price_cap_per_hour: float = math.inf
+) -> list[Candidate]:
+    """Greedy by ρ until Σμ reaches ``target``, then without those that the rest can do without.
+
+    The second pass matters where the last worker taken is a big one: it may make earlier small ones idle.
+    Workers that would lift the set over the price cap are passed over. If all of them together do not reach
+    ``target``, all (that fit under the cap) are returned: a slow learner beats a stopped one.
+    """
+    chosen: list[Candidate] = []
+    mu = price = 0.0
+    for candidate in by_cost(candidates):
+        if mu >= target:
+            break
+        if candidate.mu <= 0 or price + candidate.price_per_hour > price_cap_per_hour:
+            continue
+        chosen.append(candidate)
+        mu += candidate.mu
+        price += candidate.price_per_hour
+    for candidate in sorted(chosen, key=lambda c: c.price_per_hour, reverse=True):
+        if mu - candidate.mu >= target and len(chosen) > 1:
+            chosen.remove(candidate)
+            mu -= candidate.mu
+    return chosen
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the loop wants now: who starts, who stops, and why, in words."""
+
+    activate: tuple[str, ...] = ()
+    release: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class Activator:
+    """The closed loop: adds when the pool stays below the target, releases when it stays above by a margin.
+
+    A shortfall that comes from losing workers, or from having none, is made good at once; a shortfall or an
+    excess that comes from drifting estimates must last ``persistence_s`` first. An excess counts only above
+    ``margin`` × target, and a release never takes the pool below the target, so estimates that wobble by less
+    than the margin move nobody.
+
+    Args:
+        persistence_s: how long a drift must last before anybody is added or released.
+        margin: the excess over the target, as a fraction of it, that is tolerated.
+        price_cap_per_hour: the price of the active set never exceeds it ($/h).
+    """
+
+    def __init__(
+        self, *, persistence_s: float, margin: float, price_cap_per_hour: float = math.inf
+    ) -> None:
+        self._persistence_s = persistence_s
+        self._margin = margin
+        self._cap = price_cap_per_hour
+        self._below_since: float | None = None
+        self._above_since: float | None = None
+        self._active_before: frozenset[str] = frozenset()
+
+    def decide(self, now: float, candidates: Sequence[Candidate], target: float) -> Decision:
+        """One turn of the loop.
+
+        Args:
+            now: seconds, monotonic.
+            candidates: everyone who could work now, active or not.
+            target: μ_target, rollouts a second; infinite where the model is infeasible.
+        """
+        active = [c for c in candidates if c.active]
+        standby = [c for c in candidates if not c.active]
+        mu_pool = sum(c.mu for c in active)
+        price = sum(c.price_per_hour for c in active)
+        lost = self._active_before - {c.peer for c in active}
+        decision = Decision()
+
+        if price > self._cap:
+            decision = self._fit_under_cap(active)
+        elif mu_pool < target:
+            self._above_since = None
+            self._below_since = now if self._below_since is None else self._below_since
+            waited = now - self._below_since >= self._persistence_s
+            if not active or lost or waited:
+                added = cheapest(standby, target - mu_pool, price_cap_per_hour=self._cap - price)
+                if added:
+                    why = "none active" if not active else "workers lost" if lost else "pool below target"
+                    decision = Decision(
+                        activate=tuple(c.peer for c in added),
+                        reason=f"{why}: {mu_pool:.3g} of {target:.3g} rollouts/s",
+                    )
+                    self._below_since = None
+        elif mu_pool > target * (1 + self._margin):
+            self._below_since = None
+            self._above_since = now if self._above_since is None else self._above_since
+            if now - self._above_since >= self._persistence_s:
+                decision = self._release_dearest(active, mu_pool, target)
+                self._above_since = None
+        else:
+            self._below_since = self._above_since = None
+
+        kept = {c.peer for c in active} - set(decision.release)
+        self._active_before = frozenset(kept | set(decision.activate))
+        return decision
+
+    def _release_dearest(self, active: list[Candidate], mu_pool: float, target: float) -> Decision:
+        """Let go, dearest rollouts first, of all that the target can do without."""
+        released: list[str] = []
+        mu_left = mu_pool
+        for candidate in reversed(by_cost(active)):
+            if mu_left - candidate.mu >= target and len(released) + 1 < len(active):
+                released.append(candidate.peer)
+                mu_left -= candidate.mu
+        if not released:
+            return Decision()
+        return Decision(
+            release=tuple(released),
+            reason=f"pool above target: {mu_pool:.3g} of {target:.3g} rollouts/s",
+        )
+
+    def _fit_under_cap(self, active: list[Candidate]) -> Decision:
+        price = sum(c.price_per_hour for c in active)
+        released: list[str] = []
+        for candidate in reversed(by_cost(active)):
+            if price <= self._cap:
+                break
+            released.append(candidate.peer)
+            price -= candidate.price_per_hour
+        return Decision(release=tuple(released), reason=f"price cap of ${self._cap:g}/h")

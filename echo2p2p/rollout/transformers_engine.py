@@ -1,0 +1,269 @@
+"""The inference engine on plain transformers: for CPUs, small policies and machines without vLLM.
+
+Guarantees: completions and log-probabilities depend on nothing but policy, prompts, sampling and seed; an
+install is checked whole before the first byte is touched, and is undone if it fails; all compute runs on one
+thread of the engine's own, so the caller's loop never stalls, and calls queue in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from echo2p2p.data.policy import (
+    build_model,
+    eos_token_ids,
+    load_config,
+    max_positions,
+    policy_state,
+    vocabulary_size,
+)
+from echo2p2p.data.trajectory import Sampling
+from echo2p2p.errors import EngineError, OutOfMemory
+from echo2p2p.rollout.decoding import Rows, decode
+from echo2p2p.rollout.engine import Completion
+from echo2p2p.weights.snapshot import Snapshot, fingerprint_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are decoded together: ``prompts[i]`` is an index, ``counts[i]`` its number of samples."""
+
+    prompts: list[int]
+    counts: list[int]
+
+
+class TransformersEngine:
+    """:class:`echo2p2p.rollout.engine.InferenceEngine` on a transformers model.
+
+    Args:
+        policy_dir: the policy folder; it needs no weights.
+        device: ``cpu``, ``cuda``, ``cuda:1``, …
+        dtype: what weights are held and computed in; a snapshot of another dtype is refused.
+        threads: torch's threads for this engine's compute on the CPU; None leaves torch's own choice.
+        max_batch_tokens: at most so many token places (rows × longest row) are decoded at once.
+        attention: ``sdpa`` or ``eager``.
+
+    Raises:
+        SettingsError: the folder is no usable policy.
+    """
+
+    def __init__(
+        self,
+        policy_dir: Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        threads: int | None = None,
+        max_batch_tokens: int = 65536,
+        attention: str = "sdpa",
+    ) -> None:
+        self._model = build_model(policy_dir, dtype=dtype, device=device, weights=False, attention=attention)
+        self._state = policy_state(self._model)
+        self._eos = eos_token_ids(policy_dir)
+        self._vocabulary = vocabulary_size(self._model)
+        self._max_positions = max_positions(load_config(policy_dir))
+        self._max_batch_tokens = max_batch_tokens
+        self._version = -1
+        self._installed: Snapshot | None = None
+        self._aborted = threading.Event()
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads,)
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], *, n_samples: int, sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        """Sample ``n_samples`` completions of every prompt; see the protocol.
+
+        Log-probabilities are those of :func:`echo2p2p.data.policy.scaled_log_softmax`: at the sampling
+        temperature, over the whole vocabulary also where ``top_p`` narrowed the choice. If the caller is
+        cancelled, decoding stops at the next token.
+        """
+        self._check_prompts(prompts, sampling)
+        self._aborted.clear()
+        try:
+            return await self._run(lambda: self._generate(prompts, n_samples, sampling, seed))
+        except asyncio.CancelledError:
+            self._aborted.set()
+            raise
+
+    async def install(self, snapshot: Snapshot, version: int) -> str:
+        """Swap in ``version``; see the protocol. Once begun it is carried out, even if the caller is cancelled."""
+        return await self._run(lambda: self._install(snapshot, version))
+
+    async def close(self) -> None:
+        """End the engine's thread and free its model. A decode under way stops at its next token."""
+        self._aborted.set()
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        self._state = {}
+        del self._model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except RuntimeError as error:
+            raise EngineError("the engine is closed") from error
+        return await future
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        if self._version < 0:
+            raise EngineError("no policy version is installed", hint="install a snapshot first")
+        for prompt in prompts:
+            if not prompt or not all(0 <= token < self._vocabulary for token in prompt):
+                raise EngineError(f"a prompt is empty or has ids outside the vocabulary of {self._vocabulary}")
+            if len(prompt) + sampling.max_new_tokens > self._max_positions:
+                raise EngineError(
+                    f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the policy's "
+                    f"{self._max_positions} positions",
+                    hint="lower max_new_tokens",
+                )
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], n_samples: int, sampling: Sampling, seed: int
+    ) -> list[list[Completion]]:
+        device = next(iter(self._state.values())).device
+        generator = torch.Generator(device).manual_seed(seed)
+        results: list[list[Completion]] = [[] for _ in prompts]
+        lengths = [len(prompt) for prompt in prompts]
+        with _memory_errors(f"{len(prompts)} prompts × {n_samples} samples"), torch.inference_mode():
+            for batch in plan_batches(lengths, n_samples, sampling.max_new_tokens, self._max_batch_tokens):
+                rows = decode(
+                    self._model,
+                    [prompts[index] for index in batch.prompts],
+                    batch.counts,
+                    sampling=sampling,
+                    eos=self._eos,
+                    generator=generator,
+                    aborted=self._aborted.is_set,
+                )
+                self._collect(rows, batch, results)
+        return results
+
+    def _collect(self, rows: Rows, batch: Batch, results: list[list[Completion]]) -> None:
+        tokens, logprobs = rows.tokens.cpu().tolist(), rows.logprobs.cpu().numpy()
+        lengths, stopped = rows.lengths.cpu().tolist(), rows.stopped.cpu().tolist()
+        owners = [index for index, count in zip(batch.prompts, batch.counts, strict=True) for _ in range(count)]
+        for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
+            results[owner].append(
+                Completion(
+                    tokens=tokens[row][:length],
+                    logprobs=logprobs[row, :length].copy(),
+                    version_min=self._version,
+                    version_max=self._version,
+                    finish="stop" if stopped[row] else "length",
+                )
+            )
+
+    def _install(self, snapshot: Snapshot, version: int) -> str:
+        incoming = snapshot.state_dict()
+        self._check_fit(incoming, version)
+        expected = snapshot.fingerprint()
+        try:
+            with _memory_errors(f"installing version {version}"):
+                held = self._write(incoming)
+        except BaseException:
+            self._restore()
+            raise
+        if held != expected:
+            self._restore()
+            raise EngineError(
+                f"after installing version {version} the engine holds {held[:16]}…, not {expected[:16]}…",
+                hint="the memory of this machine, or the dtype of its weights, cannot be trusted",
+            )
+        self._installed, self._version = snapshot, version
+        return held
+
+    def _check_fit(self, incoming: dict[str, Tensor], version: int) -> None:
+        if incoming.keys() != self._state.keys():
+            odd = sorted(incoming.keys() ^ self._state.keys())
+            raise EngineError(
+                f"version {version} has other tensors than the model: {', '.join(odd[:4])} ({len(odd)} in all)"
+            )
+        for name, tensor in incoming.items():
+            mine = self._state[name]
+            if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
+                raise EngineError(
+                    f"version {version}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the model's is "
+                    f"{mine.dtype} {tuple(mine.shape)}",
+                    hint="give the engine the dtype that the learner publishes in",
+                )
+
+    @torch.inference_mode()
+    def _write(self, incoming: dict[str, Tensor]) -> str:
+        for name, tensor in incoming.items():
+            self._state[name].copy_(tensor)
+        # Read back through the model, not through our own references: what generates is what is proven.
+        return fingerprint_of(policy_state(self._model))
+
+    def _restore(self) -> None:
+        if self._installed is None:
+            self._version = -1
+            return
+        for name, tensor in self._installed.state_dict().items():
+            self._state[name].copy_(tensor)
+
+
+def plan_batches(lengths: Sequence[int], n_samples: int, max_new: int, max_tokens: int) -> Iterator[Batch]:
+    """Split the work into batches of at most ``max_tokens`` token places, similar lengths together.
+
+    A batch has at least one row, however long. Samples of one prompt share a batch, and so its prefill, unless
+    they are too many for one.
+    """
+    prompts: list[int] = []
+    counts: list[int] = []
+    # Longest first: the first batch is the largest, so memory that does not suffice shows at once.
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        left = n_samples
+        while left:
+            width = max([lengths[index] + max_new, *(lengths[i] + max_new for i in prompts[:1])])
+            room = max(1, max_tokens // width) - sum(counts)
+            if room <= 0 or (counts and room < min(left, max_tokens // width)):
+                yield Batch(prompts, counts)
+                prompts, counts = [], []
+                continue
+            take = min(left, room)
+            prompts.append(index)
+            counts.append(take)
+            left -= take
+    if prompts:
+        yield Batch(prompts, counts)
+
+
+def _prepare_thread(threads: int | None) -> None:
+    # Denormals slow a CPU by orders of magnitude, and the flag is a thread's own.
+    torch.set_flush_denormal(True)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _memory_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error
+        raise EngineError(f"{what} failed: {error}") from error
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,205 @@
+"""The kinds of events and their fields: the contract between the roles that emit and the views that read.
+
+Units are in the names (``_s``, ``_bytes``, ``_per_hour``, ``_mbit``, ``_usd``) or in the text. Times are
+seconds, prices $ an hour, μ completed and rewarded rollouts a second. Every field may be null or absent
+where the emitter does not know it. Counters called *cumulative* grow from the start of the process, or from
+the value of the checkpoint that the process resumed from; readers accept both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ENVELOPE: Mapping[str, str] = {
+    "t": "seconds since the log of this process was opened, monotonic",
+    "unix": "seconds since 1970, as far as this machine knows",
+    "role": "learner, worker or bootstrap",
+    "peer": "peer id of the node that wrote the event",
+    "event": "the kind",
+}
+"""What every event carries; no kind has a field of the same name."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of event: who emits it (``any`` for all roles), when, and its fields with their meaning."""
+
+    role: str
+    when: str
+    fields: Mapping[str, str]
+
+
+KINDS: Mapping[str, Kind] = {
+    "events_lost": Kind(
+        "any",
+        "the log is writable again after lines could not be written",
+        {"count": "lines that are missing before this one"},
+    ),
+    # --- learner ---------------------------------------------------------------------------------
+    "run_started": Kind(
+        "learner",
+        "the learner starts, or starts again from a checkpoint",
+        {
+            "run": "name of the run: <name>@<learner peer id>",
+            "task": "name of the task",
+            "mode": "asynchronous or sequential",
+            "staleness": "the window S, in versions",
+            "kappa": "publication period κ, in steps",
+            "prompts_per_step": "groups a step",
+            "samples_per_prompt": "samples a group",
+            "gamma": "safety factor γ of the target",
+            "max_steps": "steps after which the run ends",
+            "resumed_from": "step of the checkpoint, null for a new run",
+        },
+    ),
+    "worker_joined": Kind(
+        "learner",
+        "a work session stands",
+        {
+            "worker": "peer id",
+            "gpu": "as advertised",
+            "price_per_hour": "as advertised",
+            "tokens_per_s": "as advertised",
+            "upload_mbit": "as advertised",
+        },
+    ),
+    "worker_left": Kind("learner", "a work session ended", {"worker": "peer id", "reason": "why"}),
+    "activation": Kind(
+        "learner",
+        "the set of active workers was decided anew",
+        {
+            "active": "peer ids of the active workers",
+            "pool": "list of {worker, price_per_hour, mu, rho, state: active, standby or gone}",
+            "mu_pool": "Σμ over the active workers",
+            "mu_target": "γ·mu_min",
+            "mu_min": "the least Σμ that hides generation and broadcast behind training",
+            "feasible": "whether the known workers can reach the target",
+            "reason": "what made the decision",
+        },
+    ),
+    "published": Kind(
+        "learner",
+        "a policy version was published",
+        {
+            "version": "policy version",
+            "snapshot_bytes": "size of the whole snapshot",
+            "chunks": "number of chunks",
+            "gate": "what the publication gate found, where it ran",
+        },
+    ),
+    "ready": Kind(
+        "learner",
+        "a worker has installed a version and proved it",
+        {
+            "worker": "peer id",
+            "version": "policy version",
+            "bytes_from_learner": "chunk bytes that the worker fetched from the learner",
+            "bytes_from_peers": "chunk bytes that the worker fetched from other workers",
+            "fetch_s": "from the announcement to the last chunk",
+            "pause_s": "how long generation stood still for the swap",
+        },
+    ),
+    "broadcast": Kind(
+        "learner",
+        "a fraction 1/γ of the active workers holds the version",
+        {
+            "version": "policy version",
+            "t_bcast_s": "T_bcast of this version",
+            "ready": "active workers that hold it",
+            "active": "active workers",
+        },
+    ),
+    "step": Kind(
+        "learner",
+        "a training step ended",
+        {
+            "step": "number of the step, from 1",
+            "reward_mean": "mean reward of the step's samples",
+            "reward_std": "their standard deviation",
+            "loss": "value of the objective that was minimised",
+            "grad_norm": "before clipping",
+            "entropy": "mean entropy of the policy per token, in nats",
+            "mismatch_kl": "estimated KL(sampler ‖ learner) per token, in nats",
+            "ratio_max": "largest importance ratio",
+            "clipped_fraction": "share of tokens whose ratio was clipped",
+            "staleness_mean": "mean over tokens, in versions",
+            "staleness_max": "oldest token, in versions",
+            "staleness_hist": "{staleness: tokens}",
+            "tokens": "completion tokens trained on",
+            "groups": "groups trained on",
+            "t_train_s": "T_train of the step",
+            "t_idle_s": "how long the step waited for admissible trajectories",
+            "bubble_ratio": "running T_idle / (T_idle + T_train)",
+            "mu_pool": "Σμ over the active workers",
+            "mu_target": "γ·mu_min",
+            "active": "number of active workers",
+            "buffered": "groups in the replay buffer",
+            "leased": "groups out on lease",
+            "dropped": "{reason: groups}, cumulative",
+            "spend_usd": "active workers at their advertised prices, cumulative",
+            "all_on_usd": "the same if every worker in session were active, cumulative",
+            "skipped": "true if the update was not applied (non-finite gradient)",
+        },
+    ),
+    "eval": Kind(
+        "learner",
+        "the policy was scored on the held-out set",
+        {"step": "after this step; 0 is before training", "reward": "mean reward", "n": "prompts"},
+    ),
+    "checkpoint": Kind("learner", "a checkpoint was written", {"step": "step", "seconds": "how long it took"}),
+    "refused": Kind(
+        "learner",
+        "admission refused a group",
+        {"worker": "peer id", "reason": "why", "index": "prompt index"},
+    ),
+    "run_finished": Kind(
+        "learner",
+        "the learner ended on its own accord",
+        {
+            "steps": "steps done",
+            "reward_before": "held-out reward before training",
+            "reward_after": "held-out reward after training",
+            "staleness_max": "oldest token ever trained, in versions",
+            "bubble_ratio": "over the run",
+            "learner_chunk_bytes": "chunk bytes that the learner sent",
+            "peer_chunk_bytes": "chunk bytes that workers sent each other",
+            "spend_usd": "as in step",
+            "all_on_usd": "as in step",
+            "seconds": "wall-clock time of the process",
+        },
+    ),
+    # --- worker ----------------------------------------------------------------------------------
+    "joined": Kind("worker", "a work session stands", {"run": "name of the run"}),
+    "installed": Kind(
+        "worker",
+        "a version is installed and proved",
+        {
+            "version": "policy version",
+            "fetch_s": "as in ready",
+            "pause_s": "as in ready",
+            "bytes_from_learner": "as in ready",
+            "bytes_from_peers": "as in ready",
+        },
+    ),
+    "generated": Kind(
+        "worker",
+        "groups were generated",
+        {
+            "groups": "finished groups",
+            "samples": "completions",
+            "tokens": "completion tokens",
+            "seconds": "how long it took",
+            "version": "policy version",
+        },
+    ),
+    "verdicts": Kind(
+        "worker",
+        "the learner judged groups of this worker",
+        {"accepted": "groups, since the last such event", "refused": "{reason: groups}, likewise"},
+    ),
+    "session": Kind("worker", "a work session opened or ended", {"state": "open or ended", "reason": "why"}),
+    "state": Kind("worker", "the worker changed state", {"state": "standby, active or leaving"}),
+    # --- bootstrap -------------------------------------------------------------------------------
+    "peers": Kind("bootstrap", "now and then", {"count": "peers in the routing table"}),
+}

@@ -1,0 +1,259 @@
+"""What a policy version consists of, signed by the learner, and the rules by which a peer believes it.
+
+Pure: bytes in, a verified :class:`Manifest` or a :class:`~echo2p2p.errors.ManifestError` out. No I/O, no
+clock. The verifier guarantees, in the order of its checks:
+
+* nothing is parsed before the learner's signature over it has been checked;
+* one manifest has one encoding, one run, and sizes within the limits;
+* versions never go back, and one version never has two manifests;
+* the assets (config, tokenizer, …) never change within a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from echo2p2p.errors import ManifestError, ProtocolError, VerificationError
+from echo2p2p.swarm.identity import Identity, public_key_of, split_signed, verify
+from echo2p2p.swarm.messages import PROTOCOL_VERSION, decode, encode
+from echo2p2p.swarm.records import Keys, NonNegative, PeerIdText
+from echo2p2p.weights.snapshot import Layout
+
+DIGEST_BYTES = 32
+MAX_MANIFEST_BYTES = 16 * 2**20
+"""No limits can allow a longer manifest than this."""
+MAX_MEMBERS = 4096
+MAX_ASSETS = 64
+
+_DOMAIN = b"echo2p2p/1/manifest"
+_ASSET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker that relays this version, with the uplink that it announced."""
+
+    peer: PeerIdText
+    upload_mbit: NonNegative
+
+
+class Asset(msgspec.Struct, frozen=True):
+    """A small file that belongs to the policy (``config.json``, tokenizer files, …), pinned by its digest."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    digest: Digest
+    nbytes: Annotated[int, Meta(ge=0, le=2**30)]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One policy version.
+
+    Attributes:
+        base_version: the version that a patch starts from; None where the chunks are the whole snapshot.
+        fingerprint: of the whole snapshot (:meth:`Snapshot.fingerprint`).
+        chunk_bytes: size of every chunk but the last, which ends where the snapshot ends.
+        chunks: the BLAKE3 digests of all chunks, 32 bytes each, one after another.
+        members: the workers that relay this version, in the order of the relay plan.
+    """
+
+    protocol: int
+    run: Annotated[str, Meta(max_length=130)]
+    version: Annotated[int, Meta(ge=0, le=2**53)]
+    base_version: Annotated[int, Meta(ge=0, le=2**53)] | None
+    hash: Literal["blake3"]
+    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    layout: Layout
+    chunk_bytes: Annotated[int, Meta(ge=1024, le=16 * 2**20)]
+    chunks: bytes
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
+    assets: Annotated[tuple[Asset, ...], Meta(max_length=MAX_ASSETS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole snapshot."""
+        return self.layout.nbytes
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.chunks) // DIGEST_BYTES
+
+    def chunk_digest(self, index: int) -> bytes:
+        """The BLAKE3 digest of chunk ``index``."""
+        return self.chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def chunk_span(self, index: int) -> tuple[int, int]:
+        """Where chunk ``index`` begins and ends in the snapshot."""
+        start = index * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.nbytes)
+
+    def digests(self) -> set[bytes]:
+        """Everything that must be held to have this version: chunks and assets."""
+        chunks = {self.chunk_digest(index) for index in range(self.n_chunks)}
+        return chunks | {asset.digest for asset in self.assets}
+
+
+class ManifestLimits(msgspec.Struct, frozen=True):
+    """What a peer puts up with, even from the learner.
+
+    ``max_jump``: how far past the newest version seen the next one may lie.
+    """
+
+    max_manifest_bytes: int = 4 * 2**20
+    max_snapshot_bytes: int = 2**40
+    max_chunks: int = 100_000
+    max_asset_bytes: int = 64 * 2**20
+    max_jump: int = 10_000
+
+
+class Trusted(msgspec.Struct, frozen=True):
+    """The verifier's memory: the newest version seen, its digest, and the assets (name → digest) of the run.
+
+    Kept on disk before a version is used, so that a restart cannot be talked into an older one.
+    """
+
+    version: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    digest: Annotated[str, Meta(max_length=64)] = ""
+    assets: dict[str, bytes] | None = None
+
+
+DEFAULT_LIMITS = ManifestLimits()
+NOTHING_SEEN = Trusted()
+
+
+def digest(data: bytes) -> str:
+    """The digest of a signed manifest, as its record announces it: BLAKE3, hex."""
+    return blake3(data).hexdigest()
+
+
+def sign(identity: Identity, manifest: Manifest) -> bytes:
+    """The signed form that travels: 64 bytes of signature, then the canonical encoding.
+
+    Raises:
+        ManifestError: this manifest would be refused by every verifier.
+    """
+    _check_contents(manifest, ManifestLimits(max_manifest_bytes=MAX_MANIFEST_BYTES))
+    payload = encode(manifest)
+    if len(payload) > MAX_MANIFEST_BYTES - 64:
+        raise ManifestError(f"a manifest of {len(payload)} bytes cannot travel", hint="use larger chunks")
+    return identity.sign(_DOMAIN, payload) + payload
+
+
+class ManifestVerifier:
+    """Believes or refuses manifests of one run, one after another; :attr:`trusted` is all its state.
+
+    Args:
+        run: ``<name>@<learner peer id>``.
+        trusted: what an earlier life of this verifier had seen.
+    """
+
+    def __init__(
+        self, run: str, limits: ManifestLimits = DEFAULT_LIMITS, trusted: Trusted = NOTHING_SEEN
+    ) -> None:
+        self._keys = Keys(run)
+        self._limits = limits
+        self._trusted = trusted
+
+    @property
+    def trusted(self) -> Trusted:
+        return self._trusted
+
+    def accept(self, data: bytes, expected_digest: str | None = None) -> Manifest:
+        """Verify a signed manifest and take note of it.
+
+        Args:
+            expected_digest: what the learner's record announced, if there was one.
+
+        Raises:
+            ManifestError: it is not a manifest that this run's learner signed, or not one to believe.
+        """
+        manifest = self._authentic(data, expected_digest)
+        _check_contents(manifest, self._limits)
+        got, seen = digest(data), self._trusted
+        if manifest.version < seen.version:
+            raise ManifestError(
+                f"version {manifest.version} is older than version {seen.version}, seen before"
+            )
+        if manifest.version == seen.version and seen.digest and got != seen.digest:
+            raise ManifestError(
+                f"equivocation: the learner signed two manifests of version {manifest.version}, "
+                f"{seen.digest} and {got}",
+                hint="two learners may be running with one identity",
+            )
+        if seen.version >= 0 and manifest.version > seen.version + self._limits.max_jump:
+            raise ManifestError(f"version {manifest.version} is too far past version {seen.version}")
+        assets = {asset.name: asset.digest for asset in manifest.assets}
+        if seen.assets is not None and assets != seen.assets:
+            raise ManifestError(
+                f"version {manifest.version} changes the assets of the run: {_differing(assets, seen.assets)}"
+            )
+        self._trusted = Trusted(manifest.version, got, assets)
+        return manifest
+
+    def _authentic(self, data: bytes, expected_digest: str | None) -> Manifest:
+        limit = min(self._limits.max_manifest_bytes, MAX_MANIFEST_BYTES)
+        if len(data) > limit:
+            raise ManifestError(f"manifest of {len(data)} bytes, {limit} are allowed")
+        if expected_digest is not None and digest(data) != expected_digest:
+            raise ManifestError(f"this manifest is not the one announced as {expected_digest[:64]}")
+        try:
+            signature, payload = split_signed(data)
+            verify(self._keys.learner_id, _DOMAIN, payload, signature)
+            manifest: Manifest = decode(payload, Manifest)
+        except (VerificationError, ProtocolError) as error:
+            raise ManifestError(f"manifest of run {self._keys.run}: {error.message}") from error
+        if encode(manifest) != payload:
+            raise ManifestError("the manifest is not in its canonical encoding")
+        if manifest.run != self._keys.run:
+            raise ManifestError(f"the manifest belongs to run {manifest.run}")
+        return manifest
+
+
+def _check_contents(manifest: Manifest, limits: ManifestLimits) -> None:
+    """Everything that follows from the manifest alone."""
+    if manifest.protocol != PROTOCOL_VERSION:
+        raise ManifestError(f"manifest of protocol {manifest.protocol}, not {PROTOCOL_VERSION}")
+    if manifest.base_version is not None:
+        raise ManifestError(f"version {manifest.version} is a patch, which this software cannot apply")
+    manifest.layout.validate()
+    if manifest.nbytes > limits.max_snapshot_bytes:
+        raise ManifestError(f"snapshot of {manifest.nbytes} bytes, {limits.max_snapshot_bytes} are allowed")
+    n_chunks = -(-manifest.nbytes // manifest.chunk_bytes)
+    if n_chunks > limits.max_chunks:
+        raise ManifestError(f"{n_chunks} chunks, {limits.max_chunks} are allowed", hint="use larger chunks")
+    if len(manifest.chunks) != n_chunks * DIGEST_BYTES:
+        raise ManifestError(f"{n_chunks} chunks, but {len(manifest.chunks)} bytes of digests")
+    _check_members(manifest)
+    names = [asset.name for asset in manifest.assets]
+    if names != sorted(set(names)):
+        raise ManifestError("the assets are out of order or named twice")
+    for asset in manifest.assets:
+        if not _ASSET_NAME.match(asset.name):
+            raise ManifestError(f"{asset.name[:64]!r} is not a valid asset name")
+        if asset.nbytes > limits.max_asset_bytes:
+            raise ManifestError(
+                f"asset {asset.name} of {asset.nbytes} bytes, {limits.max_asset_bytes} are allowed"
+            )
+
+
+def _check_members(manifest: Manifest) -> None:
+    learner = manifest.run.rpartition("@")[2]
+    seen = {learner}
+    for member in manifest.members:
+        if member.peer in seen:
+            raise ManifestError(f"{member.peer} is a member twice, or is the learner")
+        seen.add(member.peer)
+        try:
+            public_key_of(member.peer)
+        except VerificationError as error:
+            raise ManifestError(f"member {error.message}") from error
+
+
+def _differing(new: Mapping[str, bytes], old: Mapping[str, bytes]) -> str:
+    return ", ".join(sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name)))
