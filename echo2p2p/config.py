@@ -106,9 +106,14 @@ class LearnerSettings(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
 
     @property
+    def is_sequential(self) -> bool:
+        """Whether each step waits for rollouts of its own version; S = 0 leaves no other way."""
+        return self.mode == "sequential" or self.staleness == 0
+
+    @property
     def publication_period(self) -> int:
         """κ in force: sequential training publishes every version."""
-        if self.mode == "sequential" or self.staleness == 0:
+        if self.is_sequential:
             return 1
         return self.kappa if self.kappa is not None else default_kappa(self.staleness)
 

@@ -10,7 +10,8 @@
     │   ├── DeadlineExceeded          a wait ran out; says what was waited for, and from whom
     │   └── ProtocolError             a peer sent something that is not our protocol
     │       ├── MessageTooLarge
-    │       └── IncompatibleVersion  6
+    │       ├── IncompatibleVersion  6   a peer speaks another version of the protocol
+    │       └── TurnedAway            the learner refuses this worker for good
     ├── VerificationError         5   something is not what its owner signed for
     │   ├── RecordError
     │   ├── ManifestError
@@ -77,6 +78,10 @@ class MessageTooLarge(ProtocolError):  # noqa: N818
 
 class IncompatibleVersion(ProtocolError):  # noqa: N818
     exit_code = 6
+
+
+class TurnedAway(ProtocolError):  # noqa: N818
+    pass
 
 
 class VerificationError(Echo2p2pError):

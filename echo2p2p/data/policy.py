@@ -67,17 +67,6 @@ def build_model(
     return built.eval().requires_grad_(False)
 
 
-def policy_state(model: nn.Module) -> dict[str, Tensor]:
-    """What a snapshot holds: every parameter and saved buffer once, tied ones under their first name.
-
-    The tensors are the model's own, not copies.
-    """
-    saved = model.state_dict()
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
-    return {name: tensor for name, tensor in saved.items() if name not in tied}
-
-
 def eos_token_ids(policy_dir: Path) -> frozenset[int]:
     """The ids that end a completion: ``generation_config.json``'s if it names any, else ``config.json``'s.
 

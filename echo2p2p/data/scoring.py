@@ -7,10 +7,12 @@ check what a worker says by computing it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from echo2p2p.data.task import TRAIN, Task
-from echo2p2p.data.tokens import TokenCodec
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a simulation does not need
+    from echo2p2p.data.tokens import PolicyTokenizer
 
 
 class Scorer(Protocol):
@@ -31,18 +33,23 @@ class Scorer(Protocol):
 
 
 class TaskScorer:
-    """A task seen through a tokenizer."""
+    """A task seen through a policy's tokenizer.
 
-    def __init__(self, task: Task, codec: TokenCodec) -> None:
+    Args:
+        vocab_size: rows of the policy's embedding; may be more than the tokenizer knows.
+    """
+
+    def __init__(self, task: Task, tokenizer: PolicyTokenizer, vocab_size: int) -> None:
         self._task = task
-        self._codec = codec
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
 
     @property
     def vocab_size(self) -> int:
-        return self._codec.vocab_size
+        return self._vocab_size
 
     def prompt_tokens(self, index: int, split: str = TRAIN) -> list[int]:
-        return self._codec.encode_prompt(self._task.prompt(index, split))
+        return self._tokenizer.encode_prompt(self._task.prompt(index, split))
 
     def reward(self, index: int, completion: Sequence[int], split: str = TRAIN) -> float:
-        return self._task.reward(index, self._codec.decode_completion(completion), split)
+        return self._task.reward(index, self._tokenizer.decode_completion(completion), split)

@@ -119,6 +119,10 @@ class Standby(msgspec.Struct, frozen=True, tag="standby"):
     """The worker is no longer paid. It may finish its leases and then waits."""
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Answers a beat: the learner is there, even if it has no work for this worker."""
+
+
 class Head(msgspec.Struct, frozen=True, tag="head"):
     """The newest published version: the learner's sealed manifest record."""
 
@@ -151,4 +155,4 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     reason: Text
 
 
-FromLearner = Welcome | Goodbye | Activate | Standby | Head | Lease | Verdict
+FromLearner = Welcome | Goodbye | Activate | Standby | Alive | Head | Lease | Verdict

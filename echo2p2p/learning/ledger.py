@@ -122,10 +122,11 @@ class PromptLedger:
     def next_expiry(self) -> float | None:
         return min((lease.expires_at for lease in self._leases.values()), default=None)
 
-    def release(self, worker: str) -> int:
-        """End every lease of ``worker``; returns how many indices came back."""
-        held = [number for number, lease in self._leases.items() if lease.worker == worker]
-        return sum(self._end(number) for number in held)
+    def shorten(self, worker: str, expires_at: float) -> None:
+        """Let no lease of ``worker`` outlast ``expires_at``: it is gone, and may come back until then."""
+        for lease in self._leases.values():
+            if lease.worker == worker:
+                lease.expires_at = min(lease.expires_at, expires_at)
 
     def state(self) -> LedgerState:
         return LedgerState(self._frontier, tuple(sorted(self._beyond)))

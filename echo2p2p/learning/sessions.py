@@ -13,6 +13,8 @@ from typing import Protocol
 from echo2p2p.data.work import (
     WORK_PROTOCOL,
     Advertise,
+    Alive,
+    Beat,
     FromLearner,
     FromWorker,
     Goodbye,
@@ -20,7 +22,7 @@ from echo2p2p.data.work import (
     TaskSpec,
     Welcome,
 )
-from echo2p2p.errors import Echo2p2pError, RecordError
+from echo2p2p.errors import Echo2p2pError, ProtocolError, RecordError
 from echo2p2p.provisioning.activation import Candidate
 from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.identity import PeerId
@@ -56,20 +58,31 @@ class Session:
         self.refused = 0
         self.stream = stream
         self._outbox: asyncio.Queue[FromLearner] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._overflow = asyncio.Event()
         self._rate: RateEstimator | None = None
         self._busy_since: float | None = None
 
     def tell(self, message: FromLearner) -> None:
-        """Queue ``message``. A full outbox means that the worker stopped reading: its stream is ended."""
+        """Queue ``message``. A full outbox means that the worker stopped reading: its session ends."""
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            raise Echo2p2pError(f"worker {self.peer} does not read its messages") from None
+            self._overflow.set()
 
     async def write_outbox(self) -> None:
         """Send what is queued, in order, until cancelled."""
         while True:
             await send(self.stream, await self._outbox.get())
+            self._outbox.task_done()
+
+    async def flush(self) -> None:
+        """Until everything that was queued has been sent."""
+        await self._outbox.join()
+
+    async def watch_outbox(self) -> None:
+        """Raises ProtocolError once the outbox has overflowed."""
+        await self._overflow.wait()
+        raise ProtocolError(f"worker {self.peer} does not read its messages")
 
     def started_work(self, now: float) -> None:
         """The worker holds leased prompts and the weights to roll them out: its time counts from here."""
@@ -139,9 +152,14 @@ class WorkSessions:
 
     async def say_goodbye(self, reason: str, *, retry: bool, timeout_s: float = 2.0) -> None:
         """Tell every worker that the learner leaves, and whether it will be back."""
-        async with asyncio.TaskGroup() as tasks:
-            for session in list(self.open.values()):
-                tasks.create_task(_farewell(session.stream, Goodbye(reason, retry), timeout_s))
+        leaving = list(self.open.values())
+        for session in leaving:
+            session.tell(Goodbye(reason, retry))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(session.flush() for session in leaving))
+        except TimeoutError:
+            log.info("not every worker could be told goodbye")
 
     async def _serve(self, stream: Stream) -> None:
         session = await self._admit(stream)
@@ -150,15 +168,15 @@ class WorkSessions:
         reason = "stream ended"
         try:
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(session.write_outbox())
-                reader = tasks.create_task(self._read(session))
-                reader.add_done_callback(lambda _: writer.cancel())
+                tasks.create_task(session.write_outbox())
+                tasks.create_task(session.watch_outbox())
+                tasks.create_task(self._read(session))  # ends only by raising, which ends the others
         except* Echo2p2pError as group:
             reason = str(group.exceptions[0])
         finally:
+            self._handler.left(session, reason)
             if self.open.get(session.peer) is session:
                 del self.open[session.peer]
-            self._handler.left(session, reason)
 
     async def _admit(self, stream: Stream) -> Session | None:
         join: Join = await receive(stream, Join, max_bytes=MAX_JOIN_BYTES, timeout_s=JOIN_TIMEOUT_S)
@@ -191,6 +209,8 @@ class WorkSessions:
             )
             if isinstance(message, Advertise):
                 session.advert = self._advert(session.peer, message.advert)
+            elif isinstance(message, Beat):
+                session.tell(Alive())
             await self._handler.received(session, message)
 
     def _advert(self, peer: PeerId, sealed: bytes) -> WorkerAdvert:
@@ -203,12 +223,3 @@ class WorkSessions:
 async def _turn_away(stream: Stream, reason: str, *, retry: bool) -> None:
     log.info("turned %s away: %s", stream.remote, reason)
     await send(stream, Goodbye(reason, retry))
-
-
-async def _farewell(stream: Stream, message: Goodbye, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await send(stream, message)
-            await stream.close()
-    except (Echo2p2pError, TimeoutError) as error:
-        log.debug("no goodbye to %s: %s", stream.remote, error)

@@ -6,6 +6,8 @@ rows has ended, they leave the batch and stop costing.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,9 +147,15 @@ def _forward(model: nn.Module, ids: Tensor, mask: Tensor | None, cache: Any) -> 
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{_cache_argument(type(model)): cache},
     )
     logits: Tensor = output.logits[:, -1]
     return logits
+
+
+@functools.cache
+def _cache_argument(model_class: type[nn.Module]) -> str:
+    """The name of the cache argument: transformers renames ``past_key_values`` to ``cache``."""
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"

@@ -24,7 +24,6 @@ from echo2p2p.data.policy import (
     eos_token_ids,
     load_config,
     max_positions,
-    policy_state,
     vocabulary_size,
 )
 from echo2p2p.data.trajectory import Sampling
@@ -70,14 +69,14 @@ class TransformersEngine:
         attention: str = "sdpa",
     ) -> None:
         self._model = build_model(policy_dir, dtype=dtype, device=device, weights=False, attention=attention)
-        self._state = policy_state(self._model)
+        self._state = self._model.state_dict()
         self._eos = eos_token_ids(policy_dir)
         self._vocabulary = vocabulary_size(self._model)
         self._max_positions = max_positions(load_config(policy_dir))
         self._max_batch_tokens = max_batch_tokens
         self._version = -1
         self._installed: Snapshot | None = None
-        self._aborted = threading.Event()
+        self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads,)
         )
@@ -96,11 +95,15 @@ class TransformersEngine:
         cancelled, decoding stops at the next token.
         """
         self._check_prompts(prompts, sampling)
-        self._aborted.clear()
+        cancelled = threading.Event()
+
+        def aborted() -> bool:
+            return cancelled.is_set() or self._closing.is_set()
+
         try:
-            return await self._run(lambda: self._generate(prompts, n_samples, sampling, seed))
+            return await self._run(lambda: self._generate(prompts, n_samples, sampling, seed, aborted))
         except asyncio.CancelledError:
-            self._aborted.set()
+            cancelled.set()
             raise
 
     async def install(self, snapshot: Snapshot, version: int) -> str:
@@ -109,7 +112,7 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """End the engine's thread and free its model. A decode under way stops at its next token."""
-        self._aborted.set()
+        self._closing.set()
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
         self._state = {}
         del self._model
@@ -137,7 +140,12 @@ class TransformersEngine:
                 )
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], n_samples: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n_samples: int,
+        sampling: Sampling,
+        seed: int,
+        aborted: Callable[[], bool],
     ) -> list[list[Completion]]:
         device = next(iter(self._state.values())).device
         generator = torch.Generator(device).manual_seed(seed)
@@ -152,7 +160,7 @@ class TransformersEngine:
                     sampling=sampling,
                     eos=self._eos,
                     generator=generator,
-                    aborted=self._aborted.is_set,
+                    aborted=aborted,
                 )
                 self._collect(rows, batch, results)
         return results
@@ -211,7 +219,7 @@ class TransformersEngine:
         for name, tensor in incoming.items():
             self._state[name].copy_(tensor)
         # Read back through the model, not through our own references: what generates is what is proven.
-        return fingerprint_of(policy_state(self._model))
+        return fingerprint_of(self._model.state_dict())
 
     def _restore(self) -> None:
         if self._installed is None:

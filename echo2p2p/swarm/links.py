@@ -171,6 +171,11 @@ class Pipe:
     def writer_waits(self) -> bool:
         return bool(self._writers)
 
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether anything between the uplink and the inbox looks at single blocks."""
+        return self.corruption is not None or self._downlink.rate != math.inf
+
     def take(self, max_bytes: int) -> Block:
         """Remove the next block from what waits; it counts as unsent until :meth:`sent`."""
         head = self._pending.popleft()
@@ -218,13 +223,11 @@ class Pipe:
         self.inbox.append(block)
         if self._reader is not None and self._unread >= self._want:
             self._wake_reader()
-        if self._ended:
-            self._end_if_idle()
+        if self._ended and not self._pending and not self._in_flight:
+            self._set_eof()  # the end came with the last block
 
     def _end_if_idle(self) -> None:
-        if self._pending or self._in_flight or self._unsent or self._eof:
-            return
-        if self._stalled:
+        if self._pending or self._in_flight or self._stalled:
             return
         if self._delay_s:
             self._loop.call_later(self._delay_s, self._set_eof)

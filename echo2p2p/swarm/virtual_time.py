@@ -59,8 +59,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._turns = 0
         if timeout is None:
             raise DeadlockError(f"deadlock at {self._now:.3f} s: no timer is set; {_waiting(self)}")
-        # A timer lands exactly on its time: the sum of now and the timeout may fall short of it by a rounding.
-        self._now = max(self._now + timeout, self._next_timer())
+        self._now = max(self._now, self._next_timer())
         if self._now > self._limit_s:
             self._limit_s = float("inf")
             raise LivelockError(f"not done after {self._now:.0f} s of virtual time; {_waiting(self)}")
@@ -112,9 +111,7 @@ def run_virtual(
         DeadlockError: nothing can ever happen again, and ``main`` is not done.
         LivelockError: ``main`` is not done after ``limit_s``, or the time stands still.
     """
-    with asyncio.Runner(
-        loop_factory=lambda: VirtualLoop(start_unix=start_unix, limit_s=limit_s)
-    ) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_unix=start_unix, limit_s=limit_s)) as runner:
         return runner.run(main() if callable(main) else main)
 
 

@@ -32,9 +32,9 @@ class Cumulative:
         if math.isnan(reading):
             return
         if self._resumed_from is not None:
-            at_checkpoint = self._readings.get(self._resumed_from)
-            went_on = at_checkpoint is not None and reading >= at_checkpoint
-            self._base = self.total - (at_checkpoint or 0.0 if went_on else 0.0)
+            at_checkpoint = self._readings.get(self._resumed_from, math.nan)
+            went_on = reading >= at_checkpoint  # never so where there is no reading: NaN
+            self._base = self.total - at_checkpoint if went_on else self.total
             self._resumed_from = None
         self._readings[step] = reading
         self.total = self._totals[step] = self._base + reading

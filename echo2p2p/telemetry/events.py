@@ -92,7 +92,7 @@ class EventLog:
         for listener in listeners:
             try:
                 listener(event)
-            except Exception:  # noqa: BLE001 - a view that fails must not take the run with it
+            except Exception:  # a view that fails must not take the run with it
                 logger.exception("a listener of the event log failed and is left out from now on")
                 self._unsubscribe(listener)
 

@@ -1,132 +1,19 @@
-"""From events to one typed picture of a run.
-
-:class:`RunState` takes events one by one and is what the live view looks at; :meth:`RunState.history` turns
-it into a :class:`RunHistory`, arrays that the report and the summary draw from.
-
-Both take whatever a log holds: a run that is still going, one that crashed and was resumed several times
-(a step that was done twice counts as it was done last; money spent on it twice stays spent), fields that
-are missing or of the wrong type (NaN, or nothing). No event makes them raise.
-"""
+"""From the events files of a run to one typed picture of it, which the report and the summary draw from."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from echo2p2p.telemetry.cumulative import Cumulative
-from echo2p2p.telemetry.events import Event, read_events
-
-STEP_COLUMNS = (
-    "reward_mean",
-    "reward_std",
-    "loss",
-    "grad_norm",
-    "entropy",
-    "mismatch_kl",
-    "ratio_max",
-    "clipped_fraction",
-    "staleness_mean",
-    "staleness_max",
-    "tokens",
-    "groups",
-    "t_train_s",
-    "t_idle_s",
-    "bubble_ratio",
-    "mu_pool",
-    "mu_target",
-    "active",
-    "buffered",
-    "leased",
-)
-NOTABLE = {
-    "run_started",
-    "worker_joined",
-    "worker_left",
-    "run_finished",
-    "eval",
-    "events_lost",
-    "refused",
-    "checkpoint",
-    "broadcast",
-    "activation",
-}
-"""Kinds that a person wants to see in a list of what happened."""
-_MAX_NOTABLE = 200
-
-
-def number(value: object) -> float:
-    """``value`` as a float, NaN where it is none; a list counts as its length."""
-    if isinstance(value, list):
-        return float(len(value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    result = float(value)
-    return result if math.isfinite(result) else math.nan
-
-
-def amount(value: object) -> float:
-    """:func:`number`, with 0 where it is none: for sums."""
-    result = number(value)
-    return 0.0 if math.isnan(result) else result
-
-
-@dataclass
-class Worker:
-    """What the logs say of one worker. Text in it is the worker's own and must be cleaned before it is shown.
-
-    ``mu`` in rollouts a second, ``rho`` in $ per rollout (``price_per_hour / 3600 / mu``; NaN until μ is
-    known), ``state`` one of active, standby, gone. ``generated_*`` and ``accepted`` are 0 unless the
-    worker's own log was read.
-    """
-
-    peer: str
-    gpu: str = ""
-    price_per_hour: float = math.nan
-    mu: float = math.nan
-    state: str = "standby"
-    left: str = ""
-    version: int = -1
-    installs: int = 0
-    bytes_from_learner: float = 0.0
-    bytes_from_peers: float = 0.0
-    generated_groups: float = 0.0
-    generated_tokens: float = 0.0
-    accepted: float = 0.0
-    refused: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def rho(self) -> float:
-        return self.price_per_hour / 3600 / self.mu if self.mu > 0 else math.nan
-
-
-@dataclass
-class Version:
-    """How one policy version travelled. NaN where the log does not say."""
-
-    version: int
-    snapshot_bytes: float = math.nan
-    t_bcast_s: float = math.nan
-    bytes_from_learner: float = 0.0
-    bytes_from_peers: float = 0.0
-    installs: int = 0
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One activation: who was chosen, out of whom, for which target. Units as in :class:`Worker`."""
-
-    t_s: float
-    pool: tuple[tuple[str, float, float, str], ...]  # worker, price_per_hour, mu, state; by ρ ascending
-    mu_pool: float
-    mu_target: float
-    feasible: bool
-    reason: str
+from echo2p2p.telemetry.events import read_events
+from echo2p2p.telemetry.state import STEP_COLUMNS, Decision, RunState, Version, Worker, by_rho
+from echo2p2p.telemetry.values import number
 
 
 @dataclass(frozen=True)
@@ -145,6 +32,10 @@ class RunHistory:
         dropped: groups dropped by reason, over the whole run.
         refused: groups refused at admission, by reason.
         evals: step, held-out reward, prompts.
+        versions: the published ones, ascending.
+        workers: all that were ever seen, cheapest throughput first.
+        decision: the last activation that left anybody active, or the first.
+        notable: (seconds since the run began, what happened); the text is fit to be shown.
         skipped_steps: how many of the steps applied no update.
     """
 
@@ -164,7 +55,7 @@ class RunHistory:
     versions: tuple[Version, ...]
     workers: tuple[Worker, ...]
     decision: Decision | None
-    notable: tuple[Event, ...]
+    notable: tuple[tuple[float, str], ...]
     skipped_steps: int
 
     @property
@@ -208,182 +99,34 @@ class RunHistory:
         return (first[1], last[1] if last[0] != first[0] else math.nan)
 
 
-class RunState:
-    """Takes events in order; see the module's docstring. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.started: Event = {}
-        self.finished: Event | None = None
-        self.resumes = 0
-        self.last_unix = math.nan
-        self.last_step = 0
-        self.rows: dict[int, np.ndarray] = {}
-        self.evals: dict[int, tuple[float, int]] = {}
-        self.versions: dict[int, Version] = {}
-        self.workers: dict[str, Worker] = {}
-        self.decision: Decision | None = None
-        self.refused: Counter[str] = Counter()
-        self.spend = Cumulative()
-        self.all_on = Cumulative()
-        self.drops: dict[str, Cumulative] = {}
-        self.notable: deque[Event] = deque(maxlen=_MAX_NOTABLE)
-        self._staleness: dict[int, dict[int, float]] = {}
-        self._skipped: set[int] = set()
-        self._past_s = 0.0
-        self._t = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time of the learner's processes so far."""
-        return self._past_s + self._t
-
-    def add(self, event: Event) -> None:
-        """Take one event; a kind that matters to nobody here is passed over."""
-        if event.get("role") == "learner":
-            if event.get("event") == "run_started":
-                self._past_s, self._t = self.seconds, 0.0
-            self._t = max(self._t, amount(event.get("t")))
-            if not math.isnan(number(event.get("unix"))):
-                self.last_unix = number(event.get("unix"))
-        kind = str(event.get("event"))
-        if kind in NOTABLE:
-            self.notable.append(event)
-        handle = getattr(self, f"_on_{kind}", None) if kind in _HANDLED else None
-        if handle is not None:
-            handle(event)
-
-    def column(self, name: str) -> list[float]:
-        """One of :data:`STEP_COLUMNS` over the steps so far, in order."""
-        index = STEP_COLUMNS.index(name)
-        return [float(self.rows[step][index]) for step in sorted(self.rows)]
-
-    def worker(self, peer: object) -> Worker:
-        key = str(peer)
-        return self.workers.setdefault(key, Worker(key))
-
-    def history(self) -> RunHistory:
-        """What is known so far, as arrays."""
-        order = sorted(self.rows)
-        table = np.array([self.rows[step] for step in order]).reshape(len(order), len(STEP_COLUMNS))
-        staleness: Counter[int] = Counter()
-        for histogram in self._staleness.values():
-            staleness.update(histogram)
-        return RunHistory(
-            started=self.started,
-            finished=self.finished,
-            resumes=self.resumes,
-            seconds=self.seconds,
-            last_unix=self.last_unix,
-            steps=np.array(order, dtype=np.int64),
-            columns={name: table[:, i] for i, name in enumerate(STEP_COLUMNS)},
-            spend_usd=self.spend.series(order),
-            all_on_usd=self.all_on.series(order),
-            staleness_tokens=dict(sorted(staleness.items())),
-            dropped={reason: counter.total for reason, counter in sorted(self.drops.items())},
-            refused=dict(self.refused),
-            evals=tuple((step, reward, n) for step, (reward, n) in sorted(self.evals.items())),
-            versions=tuple(self.versions[key] for key in sorted(self.versions)),
-            workers=tuple(sorted(self.workers.values(), key=_by_rho)),
-            decision=self.decision,
-            notable=tuple(self.notable),
-            skipped_steps=len(self._skipped),
-        )
-
-    # --- learner ---------------------------------------------------------------------------------
-
-    def _on_run_started(self, event: Event) -> None:
-        if self.started:
-            self.resumes += 1
-            resumed_from = int(amount(event.get("resumed_from")))
-            for counter in (self.spend, self.all_on, *self.drops.values()):
-                counter.restart(resumed_from)
-            for worker in self.workers.values():
-                worker.state = "gone"
-        self.started, self.finished = event, None
-
-    def _on_run_finished(self, event: Event) -> None:
-        self.finished = event
-
-    def _on_worker_joined(self, event: Event) -> None:
-        worker = self.worker(event.get("worker"))
-        worker.gpu = str(event.get("gpu") or "")
-        worker.price_per_hour = number(event.get("price_per_hour"))
-        worker.state, worker.left = "standby", ""
-
-    def _on_worker_left(self, event: Event) -> None:
-        worker = self.worker(event.get("worker"))
-        worker.state, worker.left = "gone", str(event.get("reason") or "")
-
-    def _on_activation(self, event: Event) -> None:
-        pool = []
-        for entry in _dicts(event.get("pool")):
-            worker = self.worker(entry.get("worker"))
-            worker.price_per_hour = number(entry.get("price_per_hour"))
-            worker.mu = number(entry.get("mu"))
-            worker.state = str(entry.get("state") or "standby")
-            pool.append((_by_rho(worker), (worker.peer, worker.price_per_hour, worker.mu, worker.state)))
-        self.decision = Decision(
-            t_s=amount(event.get("t")),
-            pool=tuple(entry for _, entry in sorted(pool)),
-            mu_pool=number(event.get("mu_pool")),
-            mu_target=number(event.get("mu_target")),
-            feasible=event.get("feasible") is not False,
-            reason=str(event.get("reason") or ""),
-        )
-
-    def _on_published(self, event: Event) -> None:
-        self._version(event).snapshot_bytes = number(event.get("snapshot_bytes"))
-
-    def _on_broadcast(self, event: Event) -> None:
-        self._version(event).t_bcast_s = number(event.get("t_bcast_s"))
-
-    def _on_ready(self, event: Event) -> None:
-        worker, version = self.worker(event.get("worker")), self._version(event)
-        worker.version = version.version
-        for total in (worker, version):
-            total.installs += 1
-            total.bytes_from_learner += amount(event.get("bytes_from_learner"))
-            total.bytes_from_peers += amount(event.get("bytes_from_peers"))
-
-    def _on_step(self, event: Event) -> None:
-        step = int(amount(event.get("step")))
-        self.last_step = step
-        self.rows[step] = np.array([number(event.get(name)) for name in STEP_COLUMNS])
-        histogram = event.get("staleness_hist")
-        items = histogram.items() if isinstance(histogram, dict) else ()
-        self._staleness[step] = {int(key): amount(n) for key, n in items if str(key).isdecimal()}
-        (self._skipped.add if event.get("skipped") is True else self._skipped.discard)(step)
-        self.spend.at(step, number(event.get("spend_usd")))
-        self.all_on.at(step, number(event.get("all_on_usd")))
-        dropped = event.get("dropped")
-        for reason, count in dropped.items() if isinstance(dropped, dict) else ():
-            self.drops.setdefault(str(reason), Cumulative()).at(step, number(count))
-
-    def _on_eval(self, event: Event) -> None:
-        if not math.isnan(reward := number(event.get("reward"))):
-            self.evals[int(amount(event.get("step")))] = (reward, int(amount(event.get("n"))))
-
-    def _on_refused(self, event: Event) -> None:
-        reason = str(event.get("reason"))
-        self.refused[reason] += 1
-        self.worker(event.get("worker")).refused[reason] += 1
-
-    # --- worker ----------------------------------------------------------------------------------
-
-    def _on_generated(self, event: Event) -> None:
-        worker = self.worker(event.get("peer"))
-        worker.generated_groups += amount(event.get("groups"))
-        worker.generated_tokens += amount(event.get("tokens"))
-
-    def _on_verdicts(self, event: Event) -> None:
-        self.worker(event.get("peer")).accepted += amount(event.get("accepted"))
-
-    def _version(self, event: Event) -> Version:
-        key = int(amount(event.get("version")))
-        return self.versions.setdefault(key, Version(key))
-
-
-_HANDLED = {name.removeprefix("_on_") for name in vars(RunState) if name.startswith("_on_")}
+def freeze(state: RunState) -> RunHistory:
+    """What ``state`` knows so far, as arrays."""
+    order = sorted(state.rows)
+    table = np.array([state.rows[step] for step in order]).reshape(len(order), len(STEP_COLUMNS))
+    staleness: defaultdict[int, float] = defaultdict(float)
+    for histogram in state.staleness.values():
+        for age, tokens in histogram.items():
+            staleness[age] += tokens
+    return RunHistory(
+        started=state.started,
+        finished=state.finished,
+        resumes=state.resumes,
+        seconds=state.seconds,
+        last_unix=state.last_unix,
+        steps=np.array(order, dtype=np.int64),
+        columns={name: table[:, i] for i, name in enumerate(STEP_COLUMNS)},
+        spend_usd=state.spend.series(order),
+        all_on_usd=state.all_on.series(order),
+        staleness_tokens=dict(sorted(staleness.items())),
+        dropped={reason: counter.total for reason, counter in sorted(state.drops.items())},
+        refused=dict(sorted(state.refused.items())),
+        evals=tuple((step, reward, n) for step, (reward, n) in sorted(state.evals.items())),
+        versions=tuple(state.versions[key] for key in sorted(state.versions)),
+        workers=tuple(sorted(state.workers.values(), key=by_rho)),
+        decision=state.decision,
+        notable=tuple(state.notable),
+        skipped_steps=len(state.skipped),
+    )
 
 
 def load_history(learner: Path, workers: Iterable[Path] = ()) -> RunHistory:
@@ -396,12 +139,4 @@ def load_history(learner: Path, workers: Iterable[Path] = ()) -> RunHistory:
     for path in (learner, *workers):
         for event in read_events(path):
             state.add(event)
-    return state.history()
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _by_rho(worker: Worker) -> tuple[float, str]:
-    return (math.inf if math.isnan(worker.rho) else worker.rho, worker.peer)
+    return freeze(state)

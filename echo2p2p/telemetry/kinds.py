@@ -147,7 +147,9 @@ KINDS: Mapping[str, Kind] = {
         "the policy was scored on the held-out set",
         {"step": "after this step; 0 is before training", "reward": "mean reward", "n": "prompts"},
     ),
-    "checkpoint": Kind("learner", "a checkpoint was written", {"step": "step", "seconds": "how long it took"}),
+    "checkpoint": Kind(
+        "learner", "a checkpoint was written", {"step": "step", "seconds": "how long it took"}
+    ),
     "refused": Kind(
         "learner",
         "admission refused a group",

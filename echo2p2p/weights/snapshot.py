@@ -196,7 +196,7 @@ def fingerprint_of(state: Mapping[str, torch.Tensor]) -> str:
     for spec in layout.tensors:
         hasher.update(bytes(spec.offset - end))
         if spec.nbytes:
-            hasher.update(_raw(state[spec.name]).cpu().numpy())
+            hasher.update(_raw(state[spec.name]).cpu().numpy().data)
         end = spec.offset + spec.nbytes
     return hasher.hexdigest()
 

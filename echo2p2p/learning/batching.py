@@ -1,0 +1,95 @@
+"""From groups to padded micro-batches: what the trainer feeds its model (pure, but for tensors).
+
+Rows are sorted by length, so that little is padding, and packed up to a budget of token places. Padding is on
+the right and attention is causal, so no real token ever sees it and no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echo2p2p.data.trajectory import Group
+from echo2p2p.learning.objective import group_advantages
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trajectory, ready for the loss."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    sampler_logprobs: np.ndarray
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Tokens the model reads: the last one is predicted, never read."""
+        return len(self.prompt) + len(self.completion) - 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows side by side.
+
+    Attributes:
+        ids: int64, (rows, width), padded with 0.
+        keep: how many of the last places hold every predicted token.
+        where: bool, (rows, keep), the places that predict a completion token.
+        targets, sampler_logprobs, advantages: (tokens,), in the row-major order of ``where``.
+    """
+
+    ids: Tensor
+    keep: int
+    where: Tensor
+    targets: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+
+
+def rows_of(groups: Sequence[Group], *, scale_by_std: bool) -> list[Row]:
+    """All trajectories of ``groups`` with their advantages, in order."""
+    rows = []
+    for group in groups:
+        advantages = group_advantages(torch.from_numpy(group.rewards()), scale_by_std=scale_by_std).tolist()
+        for sample, advantage in zip(group.samples, advantages, strict=True):
+            rows.append(Row(group.prompt, sample.completion, sample.logprob_array(), advantage))
+    return rows
+
+
+def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Rows of similar length together, each pack at most ``max_tokens`` token places, or one row."""
+    packed: list[Row] = []
+    for row in sorted(rows, key=lambda row: -row.length):
+        if packed and (len(packed) + 1) * packed[0].length > max_tokens:
+            yield packed
+            packed = []
+        packed.append(row)
+    if packed:
+        yield packed
+
+
+def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+    """One micro-batch of ``rows`` on ``device``."""
+    width = max(row.length for row in rows)
+    first = min(len(row.prompt) for row in rows) - 1
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    where = np.zeros((len(rows), width), dtype=np.bool_)
+    for i, row in enumerate(rows):
+        ids[i, : row.length] = [*row.prompt, *row.completion[:-1]]
+        where[i, len(row.prompt) - 1 : row.length] = True
+    lengths = [len(row.completion) for row in rows]
+    return MicroBatch(
+        ids=torch.from_numpy(ids).to(device),
+        keep=width - first,
+        where=torch.from_numpy(where[:, first:]).to(device),
+        targets=torch.tensor([token for row in rows for token in row.completion], device=device),
+        sampler_logprobs=torch.from_numpy(np.concatenate([row.sampler_logprobs for row in rows])).to(device),
+        advantages=torch.from_numpy(
+            np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), lengths)
+        ).to(device),
+    )

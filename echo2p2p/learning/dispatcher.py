@@ -1,0 +1,241 @@
+"""Between the sessions and the replay buffer: leases prompts to active workers, admits what comes back.
+
+How much is leased follows from the window, not from a queue length: a group that joins the line behind
+``backlog`` others is trained at version v_t + ⌊backlog / G⌋ (G groups a step), so a worker that holds version
+v gets a lease only while v_t + ⌊backlog / G⌋ ≤ v + S. Work that would be stale on arrival is never paid for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from echo2p2p.config import LearnerSettings
+from echo2p2p.data.scoring import Scorer
+from echo2p2p.data.trajectory import Sampling
+from echo2p2p.data.work import Beat, Decline, FromWorker, Lease, Ready, Submit, Verdict
+from echo2p2p.learning.admission import Refusal, check_claim, check_contents
+from echo2p2p.learning.ledger import PromptLedger
+from echo2p2p.learning.replay import Entry, ReplayBuffer
+from echo2p2p.learning.sessions import Session
+from echo2p2p.swarm.clock import Clock
+from echo2p2p.telemetry.events import EventLog
+
+MIN_OUTSTANDING_GROUPS = 2
+"""A worker always has the next group while it generates one: otherwise each round trip is idle time."""
+WAIT_REPORT_S = 30.0
+
+
+class Dispatcher:
+    """Leases, admission and batches of one run.
+
+    Attributes:
+        version: v_t, the learner's version; set by the learner after each step.
+        published: the newest version that workers can hold.
+        t_train_s: what the learner measured; how far ahead work is leased follows from it.
+        dropped: groups that were paid for or offered and not trained, by reason.
+        mean_tokens: moving mean of completion tokens a rollout.
+    """
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        *,
+        ledger: PromptLedger,
+        scorer: Scorer,
+        clock: Clock,
+        events: EventLog,
+        t_train_s: float,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._scorer = scorer
+        self._clock = clock
+        self._events = events
+        self._group_quota = settings.prompts_per_step
+        self._replay = ReplayBuffer(
+            staleness=settings.staleness,
+            capacity_groups=(settings.staleness + 2) * settings.prompts_per_step,
+        )
+        self._sampling = Sampling(settings.temperature, settings.top_p, settings.max_new_tokens)
+        self._sequential = settings.is_sequential
+        self._arrived = asyncio.Event()
+        self._sessions: dict[str, Session] = {}
+        self.version = 0
+        self.published = -1
+        self.t_train_s = t_train_s
+        self.mean_tokens = float(settings.max_new_tokens)
+        self.dropped: Counter[str] = Counter()
+
+    @property
+    def buffered(self) -> int:
+        """Groups that wait to be trained."""
+        return len(self._replay)
+
+    @property
+    def leased(self) -> int:
+        """Groups that are out with workers."""
+        return self._ledger.n_leased
+
+    # --- sessions -----------------------------------------------------------------------------------
+
+    def add(self, session: Session) -> None:
+        self._sessions[session.peer] = session
+
+    def remove(self, session: Session) -> None:
+        """Its leases stay open for one beat period, in case it was only the connection that went."""
+        if self._sessions.get(session.peer) is session:
+            del self._sessions[session.peer]
+            self._ledger.shorten(session.peer, self._clock.monotonic() + self._settings.beat_period_s)
+        self._arrived.set()
+
+    async def receive(self, session: Session, message: FromWorker) -> None:
+        """Handle one message of the rollout plane."""
+        if isinstance(message, Submit):
+            await self._admit(session, message)
+        elif isinstance(message, Decline):
+            for index in message.indices:
+                if self._ledger.holder(message.lease, index) == session.peer:
+                    self._ledger.give_back(message.lease, index)
+            self.dropped["declined by the worker"] += len(message.indices)
+        elif isinstance(message, Ready):
+            session.version = message.version
+            if self._ledger.outstanding(session.peer):
+                session.started_work(self._clock.monotonic())
+        elif isinstance(message, Beat):
+            return
+        self.top_up()
+
+    # --- leasing ------------------------------------------------------------------------------------
+
+    def top_up(self) -> None:
+        """Lease work to every active worker that has too little, as far as the window allows."""
+        if self.published < 0:
+            return
+        now = self._clock.monotonic()
+        for worker, groups in self._ledger.expire(now):
+            self.dropped["lease expired"] += groups
+            if worker in self._sessions:
+                self._sessions[worker].stopped_work()
+        active = [s for s in self._sessions.values() if s.active]
+        active.sort(key=lambda s: self._ledger.outstanding(s.peer) / max(s.mu(self.mean_tokens), 1e-9))
+        for session in active:
+            n = min(self._shortfall(session), self._room(session))
+            if n > 0:
+                self._lease(session, n, now)
+
+    def _shortfall(self, session: Session) -> int:
+        """Groups that ``session`` should hold beyond what it holds: one step's worth of its own rate."""
+        ahead_s = min(self.t_train_s, self._settings.lease_s / 2)
+        rate = session.mu(self.mean_tokens) / self._settings.samples_per_prompt
+        wanted = max(MIN_OUTSTANDING_GROUPS, round(rate * ahead_s))
+        return wanted - self._ledger.outstanding(session.peer)
+
+    def _room(self, session: Session) -> int:
+        """Groups that may join the line now without being stale when their turn comes."""
+        backlog = self.buffered + self.leased
+        if self._sequential:
+            return self._group_quota - backlog if self.published == self.version else 0
+        generating = max(session.version, self._min_version())
+        steps_ahead = generating + self._settings.staleness - self.version + 1
+        return steps_ahead * self._group_quota - backlog
+
+    def _min_version(self) -> int:
+        """The oldest version that a lease given now may be rolled out with."""
+        if self._sequential:
+            return self.published
+        # A version that leaves the window at the next step is not worth rolling out with.
+        return min(self.published, max(0, self.version - self._settings.staleness + 1))
+
+    def _lease(self, session: Session, n: int, now: float) -> None:
+        duration_s = self._settings.lease_s
+        min_version = self._min_version()
+        number, indices = self._ledger.lease(session.peer, n, now=now, duration_s=duration_s)
+        if session.version >= min_version:
+            session.started_work(now)
+        session.tell(
+            Lease(number, indices, self._settings.samples_per_prompt, self._sampling, min_version, duration_s)
+        )
+
+    # --- admission ----------------------------------------------------------------------------------
+
+    async def _admit(self, session: Session, submit: Submit) -> None:
+        group = submit.group
+
+        def claim() -> Refusal | None:
+            return check_claim(
+                group,
+                lease=submit.lease,
+                sender=session.peer,
+                ledger=self._ledger,
+                learner_version=self.version,
+                published_version=self.published,
+                staleness=self._settings.staleness,
+            )
+
+        refusal = claim()
+        if refusal is None:
+            refusal = await self._clock.offload(
+                lambda: check_contents(
+                    group,
+                    scorer=self._scorer,
+                    n_samples=self._settings.samples_per_prompt,
+                    max_new_tokens=self._settings.max_new_tokens,
+                )
+            )
+            # The lease may have run out, and the learner moved on, while the contents were checked.
+            refusal = refusal or claim()
+        if refusal is None and not self._replay.add(Entry(group, session.peer)):
+            refusal = Refusal.FULL
+        held = self._ledger.holder(submit.lease, group.index) == session.peer
+        if refusal is None:
+            self._ledger.accept(submit.lease, group.index)
+            session.accepted += 1
+            self.mean_tokens += 0.05 * (group.n_tokens / len(group.samples) - self.mean_tokens)
+            self._arrived.set()
+        else:
+            if held:
+                self._ledger.give_back(submit.lease, group.index)
+            session.refused += 1
+            self.dropped[refusal.value] += 1
+            self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
+        session.delivered(
+            self._clock.monotonic(),
+            len(group.samples) if refusal is None else 0,
+            still_busy=self._ledger.outstanding(session.peer) > 0,
+            mean_tokens=self.mean_tokens,
+        )
+        session.tell(Verdict(submit.lease, group.index, refusal.value if refusal else ""))
+
+    # --- batches ------------------------------------------------------------------------------------
+
+    async def next_batch(self) -> list[Entry]:
+        """Wait for one step's groups, all inside the window at ``version``; oldest versions first.
+
+        There is no deadline: a learner without workers waits for them, and says so every half minute.
+        """
+        while True:
+            for entry in self._replay.drop_stale(self.version):
+                self._ledger.drop(entry.group.index)
+                self.dropped["left the window"] += 1
+            batch = self._replay.take(self._group_quota, self.version)
+            if batch is not None:
+                return batch
+            self.top_up()
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(self._next_check_s()):
+                    await self._arrived.wait()
+            except TimeoutError:
+                pass
+
+    def trained(self, batch: list[Entry]) -> None:
+        """The batch has become a step."""
+        self._ledger.train([entry.group.index for entry in batch])
+
+    def _next_check_s(self) -> float:
+        """Until the next lease runs out: then its prompts go to somebody else."""
+        expiry = self._ledger.next_expiry()
+        if expiry is None:
+            return WAIT_REPORT_S
+        return min(WAIT_REPORT_S, max(0.01, expiry - self._clock.monotonic()))

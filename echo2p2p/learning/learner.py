@@ -1,0 +1,430 @@
+"""The learner: batches in, policy versions out, and the books that make a crash harmless.
+
+One training step makes one policy version. Every κ steps the version is published, and a checkpoint of it is
+on disk before anybody can hear of it: no version number ever names two policies, whatever dies when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from echo2p2p._version import __version__
+from echo2p2p.config import Settings
+from echo2p2p.data.scoring import Scorer
+from echo2p2p.data.trajectory import Group
+from echo2p2p.data.work import Activate, FromWorker, Head, Ready, TaskSpec
+from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.ledger import LedgerState, PromptLedger
+from echo2p2p.learning.provisioner import Provisioner
+from echo2p2p.learning.replay import Entry
+from echo2p2p.learning.sessions import Session, WorkSessions
+from echo2p2p.swarm.directory import Directory
+from echo2p2p.swarm.network import Network
+from echo2p2p.swarm.records import LearnerRecord
+from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.manifest import Member
+from echo2p2p.weights.publisher import WeightPublisher
+from echo2p2p.weights.snapshot import Snapshot
+
+log = logging.getLogger("echo2p2p.learner")
+
+
+class Trainer(Protocol):
+    """Turns groups into the next policy. Off the loop, one call at a time."""
+
+    async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
+        """Take one step; returns the fields of the ``step`` event that the trainer knows."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """The policy as it is now."""
+        ...
+
+    async def save(self, step: int, learner_state: bytes) -> None:
+        """Write a checkpoint with the learner's own state beside the trainer's; durable on return."""
+        ...
+
+
+Evaluate = Callable[[Snapshot, int], Awaitable[tuple[float, int]]]
+"""Scores a policy (snapshot, version) on the held-out set: mean reward and the number of prompts."""
+
+
+class LearnerState(msgspec.Struct, frozen=True):
+    """What of the learner is in a checkpoint. Cumulative figures go on where they were."""
+
+    step: int
+    published: int
+    frontier: int
+    beyond: tuple[int, ...]
+    reward_before: float | None = None
+    t_train_s: float = 0.0
+    t_idle_s: float = 0.0
+    spend_usd: float = 0.0
+    all_on_usd: float = 0.0
+    dropped: dict[str, int] = {}
+
+
+class Learner:
+    """One run of one policy.
+
+    Args:
+        assets: the policy's small files (config, tokenizer) by name; every worker builds its engine from them.
+        evaluate: scores snapshots on the held-out set; None to leave evaluation out.
+        state: from a checkpoint; None for a new run. The trainer must hold the same step.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        run: str,
+        settings: Settings,
+        *,
+        trainer: Trainer,
+        scorer: Scorer,
+        publisher: WeightPublisher,
+        directory: Directory,
+        assets: Mapping[str, bytes],
+        events: EventLog,
+        evaluate: Evaluate | None = None,
+        state: LearnerState | None = None,
+    ) -> None:
+        self._network = network
+        self._clock = network.clock
+        self._run = run
+        self._settings = settings
+        self._trainer = trainer
+        self._publisher = publisher
+        self._directory = directory
+        self._assets = assets
+        self._events = events
+        self._evaluate = evaluate
+        self._resumed = state is not None
+        self._state = state or LearnerState(step=0, published=-1, frontier=0, beyond=())
+        self._ledger = PromptLedger(
+            LedgerState(self._state.frontier, self._state.beyond),
+            first_lease=int(self._clock.unix() * 1000) * 1024,
+        )
+        options = settings.learner
+        self._dispatcher = Dispatcher(
+            options,
+            ledger=self._ledger,
+            scorer=scorer,
+            clock=self._clock,
+            events=events,
+            t_train_s=settings.provisioning.t_train_prior_s,
+        )
+        self._dispatcher.version = self._state.step
+        self._dispatcher.dropped = Counter(self._state.dropped)
+        task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
+        self._sessions = WorkSessions(
+            network, run, task, self, beat_period_s=options.beat_period_s, max_sessions=options.max_workers
+        )
+        self._provisioner = Provisioner(
+            settings.provisioning,
+            options,
+            sessions=self._sessions.open,
+            mean_tokens=lambda: self._dispatcher.mean_tokens,
+            activated=self._on_activated,
+            clock=self._clock,
+            events=events,
+        )
+        self._provisioner.spending.usd = self._state.spend_usd
+        self._provisioner.spending.all_on_usd = self._state.all_on_usd
+        self._head: bytes | None = None
+        self._broadcasts: dict[int, Broadcast] = {}
+        self._stop = asyncio.Event()
+        self._t_train_s = self._state.t_train_s
+        self._t_idle_s = self._state.t_idle_s
+        self._reward_before = self._state.reward_before
+        self._reward_after: float | None = None
+        self._scored_at = -1
+        self._staleness_max = 0
+
+    @property
+    def step(self) -> int:
+        """Finished training steps, which is the learner's version v_t."""
+        return self._dispatcher.version
+
+    def stop(self) -> None:
+        """End after the step in progress, with a checkpoint; workers are told to come back."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Train until done, or until :meth:`stop`.
+
+        Returns:
+            Whether the run is finished (as opposed to stopped).
+        """
+        options = self._settings.learner
+        started = self._clock.monotonic()
+        self._events.emit(
+            "run_started",
+            run=self._run,
+            task=self._settings.task.name,
+            mode=options.mode,
+            staleness=options.staleness,
+            kappa=options.publication_period,
+            prompts_per_step=options.prompts_per_step,
+            samples_per_prompt=options.samples_per_prompt,
+            gamma=self._settings.provisioning.gamma,
+            max_steps=options.steps,
+            resumed_from=self._state.step if self._resumed else None,
+        )
+        finished = False
+        async with asyncio.TaskGroup() as tasks:
+            await self._sessions.listen()
+            background = [
+                tasks.create_task(self._provisioner.run()),
+                tasks.create_task(self._directory.keep_learner(self._record)),
+            ]
+            finished = await self._train()
+            await self._checkpoint()
+            reason = "the run is finished" if finished else "the learner stops and may come back"
+            await self._sessions.say_goodbye(reason, retry=not finished)
+            for task in background:
+                task.cancel()
+        self._provisioner.account()
+        self._events.emit(
+            "run_finished" if finished else "run_stopped",
+            steps=self.step,
+            reward_before=self._reward_before,
+            reward_after=self._reward_after,
+            staleness_max=self._staleness_max,
+            bubble_ratio=self._bubble_ratio,
+            learner_chunk_bytes=self._publisher.bytes_sent,
+            spend_usd=self._provisioner.spending.usd,
+            all_on_usd=self._provisioner.spending.all_on_usd,
+            seconds=self._clock.monotonic() - started,
+        )
+        return finished
+
+    # --- training -----------------------------------------------------------------------------------
+
+    async def _train(self) -> bool:
+        options = self._settings.learner
+        if not await self._unless_stopped(self._provisioner.wait_active()):
+            return False
+        await self._publish()
+        if self._reward_before is None:
+            self._reward_before = await self._score()
+        publication: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while self.step < options.steps and not self._reached_goal():
+                if not await self._unless_stopped(self._one_step()):
+                    return False
+                if self.step - self._dispatcher.published >= options.publication_period:
+                    # The next step trains while this version travels; two versions never travel at once.
+                    if publication is not None:
+                        await publication
+                    publication = tasks.create_task(self._publish(await self._trainer.snapshot()))
+                if options.eval_every and self.step % options.eval_every == 0:
+                    await self._score()
+        if self._dispatcher.published < self.step:
+            await self._publish()
+        await self._score()
+        return True
+
+    async def _one_step(self) -> None:
+        waited_from = self._clock.monotonic()
+        batch = await self._dispatcher.next_batch()
+        started = self._clock.monotonic()
+        metrics = await self._trainer.train([entry.group for entry in batch])
+        ended = self._clock.monotonic()
+        t_idle_s, t_train_s = started - waited_from, ended - started
+        self._t_idle_s += t_idle_s
+        self._t_train_s += t_train_s
+        self._provisioner.t_train.observe(t_train_s)
+        self._dispatcher.t_train_s = self._provisioner.t_train.seconds
+        self._dispatcher.trained(batch)
+        histogram = staleness_histogram(batch, self.step)
+        self._staleness_max = max(self._staleness_max, *histogram)
+        self._dispatcher.version += 1
+        self._provisioner.account()
+        n_tokens = sum(histogram.values())
+        self._events.emit(
+            "step",
+            **metrics,
+            step=self.step,
+            staleness_mean=sum(age * n for age, n in histogram.items()) / n_tokens,
+            staleness_max=max(histogram),
+            staleness_hist={str(age): n for age, n in sorted(histogram.items())},
+            t_train_s=t_train_s,
+            t_idle_s=t_idle_s,
+            bubble_ratio=self._bubble_ratio,
+            mu_pool=self._provisioner.mu_pool,
+            mu_target=self._provisioner.mu_target,
+            active=len(self._provisioner.active),
+            buffered=self._dispatcher.buffered,
+            leased=self._dispatcher.leased,
+            dropped=dict(self._dispatcher.dropped),
+            spend_usd=self._provisioner.spending.usd,
+            all_on_usd=self._provisioner.spending.all_on_usd,
+        )
+
+    async def _score(self) -> float | None:
+        if self._evaluate is None or self._scored_at == self.step:
+            return self._reward_after
+        self._scored_at = self.step
+        reward, n = await self._evaluate(await self._trainer.snapshot(), self.step)
+        self._reward_after = reward
+        self._events.emit("eval", step=self.step, reward=reward, n=n)
+        return reward
+
+    def _reached_goal(self) -> bool:
+        goal = self._settings.learner.stop_at_reward
+        return goal is not None and self._reward_after is not None and self._reward_after >= goal
+
+    async def _unless_stopped(self, work: Awaitable[None]) -> bool:
+        """Run ``work`` to its end unless :meth:`stop` is called while it waits; False if it was."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            return False
+        task.result()
+        return not self._stop.is_set()
+
+    @property
+    def _bubble_ratio(self) -> float:
+        return self._t_idle_s / max(1e-9, self._t_idle_s + self._t_train_s)
+
+    # --- versions -----------------------------------------------------------------------------------
+
+    async def _publish(self, snapshot: Snapshot | None = None) -> None:
+        """Make the learner's version known: checkpoint, manifest, record, then a word to every active worker."""
+        version = self.step
+        if snapshot is None:
+            snapshot = await self._trainer.snapshot()
+        await self._checkpoint()
+        active = self._provisioner.active
+        members = [Member(session.peer, session.advert.upload_mbit) for session in active]
+        published = await self._publisher.publish(snapshot, version, members, self._assets)
+        self._head = self._directory.seal_manifest(published.record)
+        self._dispatcher.published = version
+        # A worker's first version includes building its engine, which says nothing about T_bcast.
+        following = {session.peer for session in active if session.version >= 0}
+        self._broadcasts[version] = Broadcast(self._clock.monotonic(), following)
+        self._broadcasts.pop(version - 64 * self._settings.learner.publication_period, None)
+        self._events.emit(
+            "published", version=version, snapshot_bytes=snapshot.layout.nbytes, chunks=published.manifest.n_chunks
+        )
+        for session in active:
+            session.tell(Head(self._head))
+        self._dispatcher.top_up()
+
+    async def _checkpoint(self) -> None:
+        started = self._clock.monotonic()
+        ledger = self._ledger.state()
+        state = LearnerState(
+            step=self.step,
+            published=self._dispatcher.published,
+            frontier=ledger.frontier,
+            beyond=ledger.beyond,
+            reward_before=self._reward_before,
+            t_train_s=self._t_train_s,
+            t_idle_s=self._t_idle_s,
+            spend_usd=self._provisioner.spending.usd,
+            all_on_usd=self._provisioner.spending.all_on_usd,
+            dropped=dict(self._dispatcher.dropped),
+        )
+        await self._trainer.save(self.step, msgspec.msgpack.encode(state))
+        self._events.emit("checkpoint", step=self.step, seconds=self._clock.monotonic() - started)
+
+    def _record(self) -> LearnerRecord:
+        options = self._settings.learner
+        return LearnerRecord(
+            task=self._settings.task.name,
+            mode=options.mode,
+            staleness=options.staleness,
+            kappa=options.publication_period,
+            step=self.step,
+            max_steps=options.steps,
+            published_version=self._dispatcher.published,
+            active_workers=len(self._provisioner.active),
+            mu_pool=min(self._provisioner.mu_pool, 1e9),
+            mu_target=min(self._provisioner.mu_target, 1e9),
+            spend_per_hour=self._provisioner.spend_per_hour,
+            software=__version__,
+        )
+
+    # --- sessions -----------------------------------------------------------------------------------
+
+    def joined(self, session: Session) -> None:
+        self._provisioner.account()
+        self._dispatcher.add(session)
+        advert = session.advert
+        self._events.emit(
+            "worker_joined",
+            worker=session.peer,
+            gpu=advert.gpu,
+            price_per_hour=advert.price_per_hour,
+            tokens_per_s=advert.tokens_per_s,
+            upload_mbit=advert.upload_mbit,
+        )
+        self._provisioner.pool_changed()
+
+    async def received(self, session: Session, message: FromWorker) -> None:
+        if isinstance(message, Ready):
+            self._on_ready(session, message)
+        await self._dispatcher.receive(session, message)
+
+    def left(self, session: Session, reason: str) -> None:
+        self._provisioner.account()
+        self._dispatcher.remove(session)
+        self._events.emit("worker_left", worker=session.peer, reason=reason)
+        self._provisioner.pool_changed()
+
+    def _on_activated(self, session: Session) -> None:
+        session.tell(Activate())
+        if self._head is not None:
+            session.tell(Head(self._head))
+        self._dispatcher.top_up()
+
+    def _on_ready(self, session: Session, message: Ready) -> None:
+        self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
+        broadcast = self._broadcasts.get(message.version)
+        if broadcast is None or not broadcast.active:
+            return
+        broadcast.ready.add(session.peer)
+        gone = broadcast.active - {s.peer for s in self._provisioner.active}
+        needed = math.ceil(len(broadcast.active - gone) / self._settings.provisioning.gamma)
+        if not broadcast.done and len(broadcast.ready - gone) >= needed:
+            broadcast.done = True
+            t_bcast_s = self._clock.monotonic() - broadcast.published_at
+            self._provisioner.t_bcast.observe(t_bcast_s)
+            self._events.emit(
+                "broadcast",
+                version=message.version,
+                t_bcast_s=t_bcast_s,
+                ready=len(broadcast.ready),
+                active=len(broadcast.active),
+            )
+
+
+class Broadcast:
+    """How far one version has come: T_bcast ends when a fraction 1/γ of the active workers is ready."""
+
+    def __init__(self, published_at: float, active: set[str]) -> None:
+        self.published_at = published_at
+        self.active = active
+        self.ready: set[str] = set()
+        self.done = False
+
+
+def staleness_histogram(batch: list[Entry], learner_version: int) -> Counter[int]:
+    """Completion tokens by staleness Δ = v_t − v; a sample counts with its oldest token."""
+    histogram: Counter[int] = Counter()
+    for entry in batch:
+        for sample in entry.group.samples:
+            histogram[learner_version - sample.version_min] += len(sample.completion)
+    return histogram

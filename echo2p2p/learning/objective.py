@@ -1,0 +1,107 @@
+"""The GRPO objective as pure functions on tensors.
+
+J = E[ min(π_learner(a; θ_old) / π_sampler(a), C) · min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) − β·KL(π_θ‖π_ref) ],
+r = π_θ/π_θ_old, A the group-normalised reward (ECHO-2's objective). The first factor is a constant weight that
+corrects for what the sampler was: an older version, another kernel, another precision. The KL term stands
+outside it, as a property of θ alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of each token and what the step reports about it; every field has the tokens' shape.
+
+    Attributes:
+        loss: to be minimised; differentiable.
+        weight: the truncated importance weight.
+        truncated: whether C cut the weight.
+        clipped: whether the clip took the token's gradient away.
+        mismatch_kl: estimate of KL(π_sampler‖π_learner) from the sampled token, never negative.
+        reference_kl: estimate of KL(π_θ‖π_ref), never negative; zero without a reference.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    truncated: Tensor
+    clipped: Tensor
+    mismatch_kl: Tensor
+    reference_kl: Tensor
+
+
+def group_advantages(rewards: Tensor, *, scale_by_std: bool = True) -> Tensor:
+    """Rewards of one group, less their mean, over their standard deviation.
+
+    A group whose rewards are all equal has no advantage anywhere: it teaches nothing.
+
+    Args:
+        rewards: float, (samples,).
+        scale_by_std: without it, groups of middling difficulty weigh more.
+    """
+    centred = rewards - rewards.mean()
+    std = rewards.std(correction=0)
+    if float(std) < _STD_FLOOR:
+        return torch.zeros_like(rewards)
+    return centred / std if scale_by_std else centred
+
+
+def token_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    max_weight: float,
+    reference_logprobs: Tensor | None = None,
+    kl_beta: float = 0.0,
+) -> TokenLoss:
+    """The negated objective, token by token. All tensors have one shape, (tokens,).
+
+    Args:
+        logprobs: log π_θ at the sampling temperature; the only one with a gradient.
+        old_logprobs: log π_θ_old, the learner's policy as this batch began.
+        sampler_logprobs: log π_sampler, as the worker reported it.
+        advantages: the advantage of each token's trajectory.
+        clip_low, clip_high: ε below and above.
+        max_weight: C.
+        reference_logprobs: log π_ref; needed if ``kl_beta`` is not 0.
+    """
+    gap = old_logprobs - sampler_logprobs
+    full_weight = gap.exp()
+    weight = full_weight.clamp(max=max_weight)
+    ratio = (logprobs - old_logprobs).exp()
+    plain = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    loss = -weight * torch.minimum(plain, bounded)
+    reference_kl = torch.zeros_like(loss)
+    if reference_logprobs is not None:
+        reference_kl = k3(reference_logprobs - logprobs)
+        loss = loss + kl_beta * reference_kl
+    return TokenLoss(
+        loss=loss,
+        weight=weight,
+        truncated=full_weight > max_weight,
+        clipped=bounded < plain,
+        mismatch_kl=k3(gap).detach(),
+        reference_kl=reference_kl.detach(),
+    )
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's estimator of KL(p‖q) from samples of p, with ``log_ratio`` = log q − log p: e^x − 1 − x ≥ 0."""
+    return log_ratio.exp() - 1.0 - log_ratio
+
+
+def entropy(log_softmax: Tensor) -> Tensor:
+    """Shannon entropy in nats over the last axis of log-probabilities."""
+    return -(log_softmax.exp() * log_softmax).sum(dim=-1)

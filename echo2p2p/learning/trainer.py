@@ -1,0 +1,378 @@
+"""The GRPO trainer: groups in, the next policy version out.
+
+One call of :meth:`GRPOTrainer.train` makes one policy version. Given the same state and groups it computes the
+same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. A step whose
+loss or gradient is not finite changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echo2p2p.data.policy import DTYPES, build_model, scaled_log_softmax
+from echo2p2p.data.trajectory import Group
+from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
+from echo2p2p.learning.batching import MicroBatch, Row, collate, pack, rows_of
+from echo2p2p.learning.objective import TokenLoss, entropy, token_loss
+from echo2p2p.weights.snapshot import Snapshot, from_state_dict
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How a policy is trained.
+
+    Attributes:
+        learning_rate, betas, eps, weight_decay: AdamW's.
+        warmup_steps: the learning rate rises linearly over so many steps, then stays.
+        max_grad_norm: gradients are scaled down to this norm.
+        updates_per_step: optimizer updates in one step; the groups are split among them. Above 1 the clip
+            matters, and one more forward pass is spent on π_θ_old.
+        clip_low, clip_high: ε below and above 1.
+        max_weight: C, the bound on π_learner(θ_old)/π_sampler.
+        kl_beta: β; 0 keeps no reference policy.
+        scale_by_std: divide advantages by the group's standard deviation.
+        temperature: at which completions were sampled.
+        micro_batch_tokens: token places in one forward and backward pass.
+        compute_dtype: ``float32`` or ``bfloat16`` (autocast); weights and optimizer stay float32.
+        publish_dtype: of snapshots, and so of the workers' engines.
+        gradient_checkpointing: compute activations twice to keep fewer.
+        device: ``cpu``, ``cuda``, …
+        threads: torch's threads for a step on the CPU; None leaves torch's own choice.
+    """
+
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    updates_per_step: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    max_weight: float = 2.0
+    kl_beta: float = 0.0
+    scale_by_std: bool = True
+    temperature: float = 1.0
+    micro_batch_tokens: int = 16384
+    compute_dtype: str = "float32"
+    publish_dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    device: str = "cpu"
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step did. Means are over the tokens that were trained, unless said otherwise.
+
+    Attributes:
+        skipped: why the weights did not move: ``non-finite``, ``no signal`` (every group's rewards are
+            equal) or nothing.
+        groups, trained_groups: received, and with any signal.
+        tokens, trained_tokens: completion tokens of either.
+        reward_mean: over all samples; reward_std: mean over groups of the standard deviation within.
+        loss: the objective, negated, over all tokens received.
+        grad_norm: before clipping.
+        weight_mean, weight_max: of the truncated importance weight.
+        truncated_fraction: tokens whose weight C cut; clipped_fraction: tokens the clip silenced.
+        mismatch_kl: KL(π_sampler‖π_learner), what staleness and numerics amount to; reference_kl: to π_ref.
+        entropy: of the policy, in nats.
+    """
+
+    skipped: str
+    groups: int
+    trained_groups: int
+    tokens: int
+    trained_tokens: int
+    completion_length_mean: float
+    reward_mean: float
+    reward_std: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    weight_mean: float
+    weight_max: float
+    truncated_fraction: float
+    clipped_fraction: float
+    mismatch_kl: float
+    reference_kl: float
+    entropy: float
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Everything a trainer is: ``tensors`` by name (copies, on the CPU) and ``counters`` by name."""
+
+    tensors: dict[str, Tensor]
+    counters: dict[str, int]
+
+
+class GRPOTrainer:
+    """Trains one policy. Not thread-safe: one call at a time; every call blocks.
+
+    Args:
+        policy_dir: the policy folder, with its first weights.
+
+    Raises:
+        SettingsError: the folder is no usable policy, or a dtype is unknown.
+    """
+
+    def __init__(self, policy_dir: Path, settings: TrainerSettings) -> None:
+        for name in (settings.compute_dtype, settings.publish_dtype):
+            if name not in DTYPES:
+                raise SettingsError(f"dtype {name!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
+        self.settings = settings
+        self._model = self._load(policy_dir).requires_grad_(True)
+        self._reference = self._load(policy_dir) if settings.kl_beta else None
+        if settings.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable()  # type: ignore[operator]
+        self._parameters = dict(self._model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self.steps = 0
+        """Steps taken, skipped ones included: the policy version that the trainer holds."""
+        self.updates = 0
+        """Optimizer updates made."""
+        self.non_finite_steps = 0
+        """Steps skipped for a loss or gradient that was not finite."""
+
+    def train(self, groups: Sequence[Group]) -> StepMetrics:
+        """Take one step on ``groups`` (at least one).
+
+        Raises:
+            OutOfMemory: a micro-batch does not fit; the state is unchanged if it was the step's first update.
+        """
+        self._prepare_thread()
+        tally = _Tally(groups, rows_of(groups, scale_by_std=self.settings.scale_by_std))
+        self.steps += 1
+        try:
+            skipped = self._update_all(groups, tally)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self._optimizer.zero_grad(set_to_none=True)
+            raise OutOfMemory(
+                "a training step did not fit into memory", hint="lower micro_batch_tokens"
+            ) from error
+        self.non_finite_steps += skipped == "non-finite"
+        return tally.metrics(skipped, self._learning_rate())
+
+    def snapshot(self) -> Snapshot:
+        """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
+        dtype = DTYPES[self.settings.publish_dtype]
+        cast: dict[int, Tensor] = {}
+        state = self._model.state_dict()
+        for tensor in state.values():
+            if tensor.is_floating_point() and tensor.data_ptr() not in cast:
+                cast[tensor.data_ptr()] = tensor.to(dtype)
+        # Tied names share one cast tensor, so that the snapshot sees that they are tied.
+        return from_state_dict({name: cast.get(tensor.data_ptr(), tensor) for name, tensor in state.items()})
+
+    @torch.no_grad()
+    def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
+        """log π_θ of every completion token at the sampling temperature: one float32 tensor a sample."""
+        self._prepare_thread()
+        rows = rows_of(groups, scale_by_std=self.settings.scale_by_std)
+        by_row = self._row_logprobs(self._model, rows)
+        found = iter([by_row[id(row)] for row in rows])
+        return [[next(found).cpu() for _ in group.samples] for group in groups]
+
+    def state(self) -> TrainerState:
+        """A copy of everything that :meth:`load_state` needs to go on bit by bit."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            tensors[f"policy.{name}"] = parameter
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        counters = {"steps": self.steps, "updates": self.updates, "non_finite_steps": self.non_finite_steps}
+        return TrainerState({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, counters)
+
+    def load_state(self, state: TrainerState) -> None:
+        """Become what :meth:`state` described. Nothing is changed unless all of it fits.
+
+        Raises:
+            VerificationError: it is not the state of a trainer of this policy.
+        """
+        expected: dict[str, Tensor] = {f"policy.{name}": p for name, p in self._parameters.items()}
+        if state.counters.get("updates", 0):
+            for name, parameter in self._parameters.items():
+                expected[f"optimizer.exp_avg.{name}"] = expected[f"optimizer.exp_avg_sq.{name}"] = parameter
+                expected[f"optimizer.step.{name}"] = torch.zeros(())
+        _check_same_layout(expected, state)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(state.tensors[f"policy.{name}"])
+        self._optimizer.state.clear()
+        for name, parameter in self._parameters.items():
+            if f"optimizer.step.{name}" in state.tensors:
+                self._optimizer.state[parameter] = {
+                    "step": state.tensors[f"optimizer.step.{name}"].clone(),
+                    "exp_avg": state.tensors[f"optimizer.exp_avg.{name}"].to(parameter.device, copy=True),
+                    "exp_avg_sq": state.tensors[f"optimizer.exp_avg_sq.{name}"].to(parameter.device, copy=True),
+                }
+        self.steps = state.counters["steps"]
+        self.updates = state.counters["updates"]
+        self.non_finite_steps = state.counters["non_finite_steps"]
+
+    def _update_all(self, groups: Sequence[Group], tally: _Tally) -> str:
+        rows = tally.rows if self.settings.kl_beta else [row for row in tally.rows if row.advantage]
+        if not rows:
+            return "no signal"
+        n_updates = min(self.settings.updates_per_step, len(rows))
+        old = self._row_logprobs(self._model, rows) if n_updates > 1 else {}
+        # Strided, so that every update sees samples of every group.
+        for part in range(n_updates):
+            share = rows[part::n_updates]
+            if not self._update(share, old, tally, tally.tokens / n_updates):
+                return "non-finite"
+        return ""
+
+    def _update(self, rows: Sequence[Row], old: dict[int, Tensor], tally: _Tally, normaliser: float) -> bool:
+        """One optimizer update on ``rows``; False, and nothing changed, if loss or gradient is not finite."""
+        self._optimizer.zero_grad(set_to_none=True)
+        finite = True
+        for packed in pack(rows, self.settings.micro_batch_tokens):
+            batch = collate(packed, self._device)
+            log_softmax = self._log_softmax(self._model, batch)
+            logprobs = log_softmax.gather(-1, batch.targets[:, None]).squeeze(-1)
+            result = token_loss(
+                logprobs,
+                old_logprobs=torch.cat([old[id(row)] for row in packed]) if old else logprobs.detach(),
+                sampler_logprobs=batch.sampler_logprobs,
+                advantages=batch.advantages,
+                clip_low=self.settings.clip_low,
+                clip_high=self.settings.clip_high,
+                max_weight=self.settings.max_weight,
+                reference_logprobs=self._reference_logprobs(batch),
+                kl_beta=self.settings.kl_beta,
+            )
+            loss = result.loss.sum() / normaliser
+            finite = finite and bool(torch.isfinite(loss))
+            if not finite:
+                break
+            loss.backward()  # type: ignore[no-untyped-call]
+            tally.add(result, entropy(log_softmax.detach()), float(loss.detach()))
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.settings.max_grad_norm)
+        tally.grad_norm = float(norm)
+        if not finite or not math.isfinite(tally.grad_norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            return False
+        for param_group in self._optimizer.param_groups:
+            param_group["lr"] = self._learning_rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return True
+
+    def _log_softmax(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """(tokens, vocabulary): the distributions that the completion tokens were drawn from."""
+        bf16 = self.settings.compute_dtype != "float32"
+        with torch.autocast(self._device.type, DTYPES[self.settings.compute_dtype], enabled=bf16):
+            output = model(input_ids=batch.ids, use_cache=False, logits_to_keep=batch.keep)
+        logits: Tensor = output.logits[batch.where]
+        return scaled_log_softmax(logits, self.settings.temperature)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        return self._log_softmax(self._reference, batch).gather(-1, batch.targets[:, None]).squeeze(-1)
+
+    @torch.no_grad()
+    def _row_logprobs(self, model: nn.Module, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """Log-probabilities of each row's completion, by the row's ``id``."""
+        found = {}
+        for packed in pack(rows, self.settings.micro_batch_tokens):
+            batch = collate(packed, self._device)
+            logprobs = self._log_softmax(model, batch).gather(-1, batch.targets[:, None]).squeeze(-1)
+            for row, part in zip(packed, logprobs.split([len(row.completion) for row in packed]), strict=True):
+                found[id(row)] = part
+        return found
+
+    def _learning_rate(self) -> float:
+        warmup = self.settings.warmup_steps
+        return self.settings.learning_rate * (min(1.0, self.steps / warmup) if warmup else 1.0)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _load(self, policy_dir: Path) -> nn.Module:
+        return build_model(policy_dir, dtype=torch.float32, device=self.settings.device, weights=True)
+
+    def _prepare_thread(self) -> None:
+        # Both are a thread's own, and the learner may call from any thread of a pool.
+        torch.set_flush_denormal(True)
+        if self.settings.threads is not None:
+            torch.set_num_threads(self.settings.threads)
+
+
+class _Tally:
+    """Adds up what a step reports."""
+
+    def __init__(self, groups: Sequence[Group], rows: list[Row]) -> None:
+        self.rows = rows
+        self.tokens = sum(group.n_tokens for group in groups)
+        self.grad_norm = 0.0
+        self._groups = groups
+        self._loss = 0.0
+        self._trained_tokens = 0
+        self._weight_max = 0.0
+        self._sums: dict[str, float] = dict.fromkeys(
+            ("weight", "truncated", "clipped", "mismatch_kl", "reference_kl", "entropy"), 0.0
+        )
+
+    def add(self, result: TokenLoss, entropies: Tensor, loss: float) -> None:
+        self._loss += loss
+        self._trained_tokens += len(result.weight)
+        self._weight_max = max(self._weight_max, float(result.weight.max()))
+        for name in self._sums:
+            values = entropies if name == "entropy" else getattr(result, name)
+            self._sums[name] += float(values.sum())
+
+    def metrics(self, skipped: str, learning_rate: float) -> StepMetrics:
+        rewards = [group.rewards() for group in self._groups]
+        mean: Callable[[str], float] = lambda name: self._sums[name] / max(1, self._trained_tokens)  # noqa: E731
+        spreads: list[Any] = [values.std() for values in rewards]
+        return StepMetrics(
+            skipped=skipped,
+            groups=len(self._groups),
+            trained_groups=sum(1 for spread in spreads if spread > 0),
+            tokens=self.tokens,
+            trained_tokens=self._trained_tokens,
+            completion_length_mean=self.tokens / len(self.rows),
+            reward_mean=sum(float(values.sum()) for values in rewards) / len(self.rows),
+            reward_std=float(sum(spreads)) / len(spreads),
+            loss=self._loss,
+            grad_norm=self.grad_norm,
+            learning_rate=learning_rate,
+            weight_mean=mean("weight"),
+            weight_max=self._weight_max,
+            truncated_fraction=mean("truncated"),
+            clipped_fraction=mean("clipped"),
+            mismatch_kl=mean("mismatch_kl"),
+            reference_kl=mean("reference_kl"),
+            entropy=mean("entropy"),
+        )
+
+
+def _check_same_layout(expected: dict[str, Tensor], state: TrainerState) -> None:
+    counters = {"steps", "updates", "non_finite_steps"}
+    if state.counters.keys() != counters or expected.keys() != state.tensors.keys():
+        odd = sorted(expected.keys() ^ state.tensors.keys()) or sorted(state.counters.keys() ^ counters)
+        raise VerificationError(f"the checkpoint is not of this policy: {', '.join(odd[:4])}")
+    for name, tensor in state.tensors.items():
+        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+            raise VerificationError(
+                f"the checkpoint is not of this policy: {name} is {tensor.dtype} {tuple(tensor.shape)}"
+            )

@@ -1,0 +1,236 @@
+"""The worker's end of a work session: dials the learner, and dials again when the connection goes.
+
+What was submitted and has no verdict yet is sent again on the next session; the learner takes each group once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from typing import Protocol
+
+from echo2p2p.data.work import (
+    WORK_PROTOCOL,
+    Activate,
+    Alive,
+    Beat,
+    Decline,
+    FromLearner,
+    FromWorker,
+    Goodbye,
+    Head,
+    Join,
+    Lease,
+    Standby,
+    Submit,
+    TaskSpec,
+    Verdict,
+    Welcome,
+)
+from echo2p2p.errors import Echo2p2pError, ProtocolError, TurnedAway
+from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
+from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.swarm.records import Keys, ManifestRecord, check
+from echo2p2p.telemetry.events import EventLog
+
+log = logging.getLogger("echo2p2p.worker")
+
+DIAL_TIMEOUT_S = 15.0
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 15.0
+SILENT_BEATS = 4
+"""The learner answers every beat; one that leaves so many unanswered is dialled anew."""
+LAST_WORDS_S = 3.0
+MAX_MESSAGE_BYTES = 2**20
+OUTBOX_MESSAGES = 4096
+
+
+class SessionOwner(Protocol):
+    """The worker, as its session sees it."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def queued(self) -> int: ...
+
+    def seal_advert(self) -> bytes: ...
+
+    def on_active(self, active: bool) -> None: ...
+
+    def on_head(self, record: ManifestRecord) -> None: ...
+
+    def on_lease(self, lease: Lease) -> None: ...
+
+    def leaving(self) -> list[Decline]: ...
+
+
+class LearnerSession:
+    """Keeps one work session with the learner of ``run`` open."""
+
+    def __init__(
+        self, network: Network, run: str, owner: SessionOwner, *, events: EventLog, rng: random.Random
+    ) -> None:
+        self._network = network
+        self._keys = Keys(run)
+        self._owner = owner
+        self._events = events
+        self._rng = rng
+        self._outbox: asyncio.Queue[FromWorker] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._unanswered: dict[tuple[int, int], Submit] = {}
+        self._stop = asyncio.Event()
+        self._task: TaskSpec | None = None
+        self._verdicts: Counter[str] = Counter()
+
+    @property
+    def task(self) -> TaskSpec:
+        """The run's task, as the learner said in its welcome."""
+        if self._task is None:
+            raise ProtocolError("the learner has not said which task it runs")
+        return self._task
+
+    def tell(self, message: FromWorker) -> None:
+        """Queue ``message`` for the learner. What does not fit is lost: the learner's leases run out."""
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            log.warning("a message to the learner was dropped: it does not read")
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a finished group; it is kept until its verdict comes."""
+        self._unanswered[submit.lease, submit.group.index] = submit
+        self.tell(submit)
+
+    def stop(self) -> None:
+        """End the session, handing back what is still leased."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Hold a session until the run is finished or :meth:`stop` is called.
+
+        Raises:
+            TurnedAway: the learner refuses this worker for good.
+        """
+        retry_s = FIRST_RETRY_S
+        while not self._stop.is_set():
+            try:
+                if await self._hold():
+                    return
+                retry_s = FIRST_RETRY_S
+            except TurnedAway:
+                raise
+            except Echo2p2pError as error:
+                self._events.emit("session", state="lost", reason=error.message)
+                log.info("no session with the learner, dialling again in %.0f s: %s", retry_s, error)
+            self._owner.on_active(False)
+            try:
+                async with asyncio.timeout(retry_s * self._rng.uniform(0.75, 1.25)):
+                    await self._stop.wait()
+            except TimeoutError:
+                retry_s = min(LONGEST_RETRY_S, 2 * retry_s)
+
+    async def _hold(self) -> bool:
+        """One session, from dialling to its end; True if there is no point in another."""
+        stream = await self._network.open_stream(
+            self._keys.learner_id, protocol_id(WORK_PROTOCOL), timeout_s=DIAL_TIMEOUT_S
+        )
+        failure: BaseException | None = None
+        finished = False
+        try:
+            welcome = await self._join(stream)
+            if welcome is None:
+                return False
+            self._events.emit("session", state="open", reason="")
+            for submit in self._unanswered.values():
+                await send(stream, submit)
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self._write(stream)),
+                    tasks.create_task(self._beat(welcome.beat_period_s)),
+                    tasks.create_task(self._end_on_stop(stream)),
+                ]
+                finished = await self._read(stream, silence_s=SILENT_BEATS * welcome.beat_period_s)
+                for helper in helpers:
+                    helper.cancel()
+        except* Echo2p2pError as group:
+            failure = group.exceptions[0]
+        finally:
+            await stream.close()
+        if failure is not None and not self._stop.is_set():
+            raise failure
+        return finished or self._stop.is_set()
+
+    async def _join(self, stream: Stream) -> Welcome | None:
+        advert = self._owner.seal_advert()
+        await send(stream, Join(self._keys.run, PROTOCOL_VERSION, advert, self._owner.version))
+        answer: Welcome | Goodbye = await receive(
+            stream, Welcome | Goodbye, max_bytes=MAX_MESSAGE_BYTES, timeout_s=DIAL_TIMEOUT_S
+        )
+        if isinstance(answer, Welcome):
+            self._task = answer.task
+            return answer
+        if not answer.retry:
+            raise TurnedAway(f"the learner turned this worker away: {answer.reason}")
+        self._events.emit("session", state="turned away", reason=answer.reason)
+        return None
+
+    async def _read(self, stream: Stream, *, silence_s: float) -> bool:
+        """Handle what the learner says until it says goodbye; True if the run is finished."""
+        while True:
+            message: FromLearner = await receive(
+                stream, FromLearner, max_bytes=MAX_MESSAGE_BYTES, timeout_s=silence_s
+            )
+            if isinstance(message, Lease):
+                self._owner.on_lease(message)
+            elif isinstance(message, Verdict):
+                self._settle(message)
+            elif isinstance(message, Head):
+                self._head(message)
+            elif isinstance(message, Activate | Standby):
+                self._owner.on_active(isinstance(message, Activate))
+            elif isinstance(message, Alive):
+                continue
+            elif isinstance(message, Goodbye):
+                self._events.emit("session", state="ended", reason=message.reason)
+                return not message.retry
+            else:
+                raise ProtocolError("the learner greeted twice")
+
+    def _head(self, message: Head) -> None:
+        learner = self._keys.learner_id
+        record = check(message.record, owner=learner, now_unix=self._network.clock.unix())
+        if not isinstance(record.body, ManifestRecord) or record.key != self._keys.manifest:
+            raise ProtocolError("the learner announced a version with a record that is not a manifest's")
+        self._owner.on_head(record.body)
+
+    def _settle(self, verdict: Verdict) -> None:
+        self._unanswered.pop((verdict.lease, verdict.index), None)
+        self._verdicts[verdict.reason or "accepted"] += 1
+        if verdict.reason:
+            log.warning("a group was refused: %s", verdict.reason)
+        accepted = self._verdicts["accepted"]
+        refused = {reason: n for reason, n in self._verdicts.items() if reason != "accepted"}
+        self._events.emit("verdicts", accepted=accepted, refused=refused)
+
+    async def _write(self, stream: Stream) -> None:
+        while True:
+            await send(stream, await self._outbox.get())
+            self._outbox.task_done()
+
+    async def _beat(self, period_s: float) -> None:
+        while True:
+            self.tell(Beat(self._owner.version, self._owner.queued))
+            await asyncio.sleep(period_s)
+
+    async def _end_on_stop(self, stream: Stream) -> None:
+        await self._stop.wait()
+        for decline in self._owner.leaving():
+            self.tell(decline)
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._outbox.join()
+        except TimeoutError:
+            log.info("left without having told the learner everything")
+        await stream.close()

@@ -1,0 +1,301 @@
+"""The worker: joins a run, follows its policy versions, rolls out what it is leased, and sends it back.
+
+Three loops share one state. The session loop talks to the learner and dials again when the connection goes;
+the fetch loop brings new versions while generation goes on; the roll-out loop swaps a fetched version in
+between two batches, proves what the engine then holds, and generates. A worker never generates with a version
+older than a lease asks for, and says Ready only for a version that is wholly installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from echo2p2p.config import WorkerSettings
+from echo2p2p.data.scoring import Scorer
+from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
+from echo2p2p.data.work import Decline, Lease, Ready, Submit, TaskSpec
+from echo2p2p.errors import Echo2p2pError, FingerprintMismatch, OutOfMemory
+from echo2p2p.rollout.engine import Completion, InferenceEngine
+from echo2p2p.rollout.session import LearnerSession
+from echo2p2p.swarm.directory import Directory
+from echo2p2p.swarm.network import Network
+from echo2p2p.swarm.records import ManifestRecord, WorkerAdvert
+from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
+
+log = logging.getLogger("echo2p2p.worker")
+
+FETCH_RETRY_S = 2.0
+
+Build = Callable[[TaskSpec, Mapping[str, bytes]], Awaitable[tuple[InferenceEngine, Scorer]]]
+"""Makes the engine and the scorer of a run from its task and its pinned policy files."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One leased prompt, and until when (monotonic seconds) it is this worker's."""
+
+    lease: Lease
+    index: int
+    expires_at: float
+
+
+class Worker:
+    """One worker in one run.
+
+    Args:
+        describe: what this worker announces; version and state are filled in here.
+        rng: jitter of redialling, and the seeds of sampling.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        run: str,
+        settings: WorkerSettings,
+        *,
+        describe: WorkerAdvert,
+        subscriber: WeightSubscriber,
+        directory: Directory,
+        build: Build,
+        events: EventLog,
+        rng: random.Random,
+    ) -> None:
+        self._clock = network.clock
+        self._settings = settings
+        self._describe = describe
+        self._subscriber = subscriber
+        self._directory = directory
+        self._build = build
+        self._events = events
+        self._rng = rng
+        self._session = LearnerSession(network, run, self, events=events, rng=rng)
+        self._engine: InferenceEngine | None = None
+        self._scorer: Scorer | None = None
+        self._active = False
+        self._head: ManifestRecord | None = None
+        self._fetched: Fetched | None = None
+        self._prompts: deque[Prompt] = deque()
+        self._batch_groups = settings.batch_groups
+        self._new_head = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._not_before = 0.0
+
+    @property
+    def version(self) -> int:
+        """The installed policy version; −1 for none."""
+        return self._engine.version if self._engine is not None else -1
+
+    @property
+    def queued(self) -> int:
+        """Leased groups that have not been submitted."""
+        return len(self._prompts)
+
+    def advert(self) -> WorkerAdvert:
+        """What this worker announces now."""
+        state = "active" if self._active else "standby"
+        return msgspec.structs.replace(self._describe, version=self.version, state=state)
+
+    async def run(self) -> None:
+        """Work until the run is finished or :meth:`stop` is called.
+
+        Raises:
+            ProtocolError: the learner refuses this worker for good.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._directory.keep_advert(self.advert)),
+                    tasks.create_task(self._follow_versions()),
+                    tasks.create_task(self._roll_out()),
+                ]
+                await self._session.run()
+                for task in background:
+                    task.cancel()
+        finally:
+            if self._engine is not None:
+                await self._engine.close()
+
+    def stop(self) -> None:
+        """Leave the run: leased prompts are handed back, nothing else is started."""
+        self._session.stop()
+
+    # --- what the session hears -----------------------------------------------------------------------
+
+    def seal_advert(self) -> bytes:
+        return self._directory.seal_advert(self.advert())
+
+    def on_active(self, active: bool) -> None:
+        self._active = active
+        self._events.emit("state", state="active" if active else "standby")
+        self._directory.advert_changed()
+
+    def on_head(self, record: ManifestRecord) -> None:
+        if self._head is None or record.version > self._head.version:
+            self._head = record
+            self._new_head.set()
+
+    def on_lease(self, lease: Lease) -> None:
+        expires_at = self._clock.monotonic() + lease.duration_s
+        self._prompts.extend(Prompt(lease, index, expires_at) for index in lease.indices)
+        self._wake.set()
+
+    def leaving(self) -> list[Decline]:
+        """Hand back everything that was not rolled out."""
+        declines = [Decline(p.lease.lease, [p.index], "worker is leaving") for p in self._prompts]
+        self._prompts.clear()
+        return declines
+
+    # --- versions -----------------------------------------------------------------------------------
+
+    async def _follow_versions(self) -> None:
+        """Fetch the newest version that has been announced, again and again."""
+        while True:
+            await self._new_head.wait()
+            self._new_head.clear()
+            record = self._head
+            if record is None or record.version <= self.version:
+                continue
+            try:
+                fetched = await self._subscriber.fetch(record)
+                if self._engine is None:
+                    self._engine, self._scorer = await self._build(self._session.task, fetched.assets)
+            except Echo2p2pError as error:
+                log.warning("version %d could not be fetched, trying again: %s", record.version, error)
+                await asyncio.sleep(FETCH_RETRY_S)
+                self._new_head.set()
+                continue
+            self._fetched = fetched
+            self._wake.set()
+
+    async def _install(self, engine: InferenceEngine, fetched: Fetched) -> None:
+        version = fetched.manifest.version
+        started = self._clock.monotonic()
+        fingerprint = await engine.install(fetched.snapshot, version)
+        pause_s = self._clock.monotonic() - started
+        if fingerprint != fetched.manifest.fingerprint:
+            raise FingerprintMismatch(
+                f"after installing version {version} the engine holds {fingerprint}, "
+                f"the learner published {fetched.manifest.fingerprint}",
+                hint="the engine changes weights on the way in; report it as a bug",
+            )
+        self._events.emit(
+            "installed",
+            version=version,
+            fetch_s=fetched.fetch_s,
+            pause_s=pause_s,
+            bytes_from_learner=fetched.bytes_from_learner,
+            bytes_from_peers=fetched.bytes_from_peers,
+        )
+        self._session.tell(
+            Ready(
+                version,
+                fingerprint,
+                fetched.bytes_from_learner,
+                fetched.bytes_from_peers,
+                fetched.fetch_s,
+                pause_s,
+            )
+        )
+
+    # --- generation ---------------------------------------------------------------------------------
+
+    async def _roll_out(self) -> None:
+        """Swap in what was fetched, generate what is leased, and wait for either."""
+        while True:
+            self._wake.clear()
+            fetched, self._fetched = self._fetched, None
+            if fetched is not None and self._engine is not None and fetched.manifest.version > self.version:
+                await self._install(self._engine, fetched)
+                continue
+            wait_s = self._not_before - self._clock.monotonic()
+            batch = self._next_batch() if wait_s <= 0 else []
+            if batch and self._engine is not None and self._scorer is not None:
+                await self._generate(self._engine, self._scorer, batch)
+                continue
+            try:
+                async with asyncio.timeout(wait_s if wait_s > 0 else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _next_batch(self) -> list[Prompt]:
+        """Prompts of equal settings that the installed version may roll out, oldest lease first."""
+        now = self._clock.monotonic()
+        while self._prompts and self._prompts[0].expires_at <= now:
+            self._prompts.popleft()
+        batch: list[Prompt] = []
+        while self._prompts and len(batch) < self._batch_groups:
+            first, head = batch[0] if batch else self._prompts[0], self._prompts[0]
+            alike = (first.lease.n_samples, first.lease.sampling) == (head.lease.n_samples, head.lease.sampling)
+            if head.lease.min_version > self.version or not alike:
+                break
+            batch.append(self._prompts.popleft())
+        return batch
+
+    async def _generate(self, engine: InferenceEngine, scorer: Scorer, batch: list[Prompt]) -> None:
+        lease = batch[0].lease
+        started = self._clock.monotonic()
+        prompts = await self._clock.offload(lambda: [scorer.prompt_tokens(p.index) for p in batch])
+        try:
+            completions = await engine.generate(
+                prompts, n_samples=lease.n_samples, sampling=lease.sampling, seed=self._rng.getrandbits(63)
+            )
+        except OutOfMemory as error:
+            self._shrink_batch(batch, error)
+            return
+        groups = await self._clock.offload(
+            lambda: [
+                _group(scorer, p.index, prompt, done)
+                for p, prompt, done in zip(batch, prompts, completions, strict=True)
+            ]
+        )
+        for prompt, group in zip(batch, groups, strict=True):
+            self._session.submit(Submit(prompt.lease.lease, group))
+        tokens = sum(group.n_tokens for group in groups)
+        if self._settings.limit_tokens_per_s is not None:
+            self._not_before = started + tokens / self._settings.limit_tokens_per_s
+        self._events.emit(
+            "generated",
+            groups=len(groups),
+            samples=len(groups) * lease.n_samples,
+            tokens=tokens,
+            seconds=self._clock.monotonic() - started,
+            version=engine.version,
+        )
+
+    def _shrink_batch(self, batch: list[Prompt], error: OutOfMemory) -> None:
+        """Too much for this GPU: try again with half, or give a prompt back that does not fit alone."""
+        log.warning("a batch of %d groups does not fit: %s", len(batch), error)
+        if len(batch) > 1:
+            self._batch_groups = len(batch) // 2
+            self._prompts.extendleft(reversed(batch))
+        else:
+            self._session.tell(Decline(batch[0].lease.lease, [batch[0].index], error.message[:512]))
+
+
+def _group(
+    scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]
+) -> Group:
+    return Group(
+        index,
+        list(prompt),
+        [
+            Trajectory(
+                completion=done.tokens,
+                logprobs=pack_logprobs(done.logprobs),
+                version_min=done.version_min,
+                version_max=done.version_max,
+                reward=scorer.reward(index, done.tokens),
+                finish=done.finish,
+            )
+            for done in completions
+        ],
+    )

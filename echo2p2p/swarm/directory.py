@@ -1,0 +1,286 @@
+"""The directory of a run: what its peers publish of themselves, and how the others find it.
+
+A record lives for a short time and its owner renews it, so what has left vanishes by itself. Guarantees:
+
+* Of what a peer has published, the record with the highest sequence number counts; a copy of an older one,
+  handed out by whatever node, never replaces a newer one that this directory has seen.
+* Sequence numbers grow across restarts without any state on disk: each is at least the time in ms.
+* A worker counts as present until it says that it leaves or its last advert expires. A look that misses a
+  record, or a shard that does not answer, makes nobody disappear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from echo2p2p.errors import DeadlineExceeded, RecordError, SwarmError
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.network import Network
+from echo2p2p.swarm.records import (
+    WORKER_SHARDS,
+    Body,
+    Keys,
+    LearnerRecord,
+    ManifestRecord,
+    Record,
+    RunRecord,
+    WorkerAdvert,
+    check,
+    newest,
+    seal,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TTL_S = 90.0
+_LEAVING = "leaving"
+
+
+@dataclass(frozen=True)
+class WorkersSeen:
+    """One look at the workers of a run: all that are present, and the difference to the look before."""
+
+    workers: dict[PeerId, WorkerAdvert]
+    joined: tuple[PeerId, ...]
+    left: tuple[PeerId, ...]
+    changed: tuple[PeerId, ...]
+
+
+class Directory:
+    """Publishes records of this node and finds those of others, within one run.
+
+    Args:
+        network: this node's.
+        run: the run's name, ``<name>@<learner peer id>``.
+        ttl_s: how long a record lives that is not renewed.
+        store_timeout_s: for one store.
+
+    Raises:
+        RecordError: ``run`` is not the name of a run.
+    """
+
+    def __init__(
+        self, network: Network, run: str, *, ttl_s: float = DEFAULT_TTL_S, store_timeout_s: float = 10.0
+    ) -> None:
+        self.keys = Keys(run)
+        self._network = network
+        self._ttl_s = ttl_s
+        self._store_timeout_s = store_timeout_s
+        self._sequence = 0
+        self._seen: dict[str, dict[PeerId, Record]] = {}
+
+    # --- publishing
+
+    async def publish_advert(self, advert: WorkerAdvert) -> bytes:
+        """Publish what this worker says of itself, and return it sealed.
+
+        Raises:
+            SwarmError: no node of the table took it.
+            RecordError: it is not a valid record, or longer than allowed.
+        """
+        return await self._publish(advert)
+
+    async def publish_learner(self, record: LearnerRecord) -> bytes:
+        """Publish the state of the run; for its own learner. Returns and raises as :meth:`publish_advert`."""
+        return await self._publish(record)
+
+    async def publish_manifest(self, record: ManifestRecord) -> bytes:
+        """Publish the newest version; for the run's own learner. As :meth:`publish_advert`."""
+        return await self._publish(record)
+
+    async def publish_run(self, record: RunRecord) -> bytes:
+        """Publish that the run exists; for its own learner. As :meth:`publish_advert`."""
+        return await self._publish(record)
+
+    def seal(self, body: Body) -> bytes:
+        """The sealed record of ``body``, newer than every one before, without publishing it.
+
+        Raises:
+            RecordError: nobody would believe it.
+        """
+        return self._seal(body)[0]
+
+    async def keep(self, make_body: Callable[[], Body], *, changed: asyncio.Event | None = None) -> NoReturn:
+        """Publish what ``make_body`` returns, and renew it at a third of its life, until cancelled.
+
+        Args:
+            make_body: asked before every store.
+            changed: set by the caller when the body has changed: it is published at once, though never more
+                often than once in a hundredth of the record's life.
+
+        A store that fails is logged and tried again soon.
+
+        Raises:
+            RecordError: ``make_body`` returned something that nobody would believe.
+        """
+        pause_s = self._ttl_s / 100
+        changed = changed or asyncio.Event()
+        while True:
+            changed.clear()
+            wait_s = self._ttl_s / 3 - pause_s
+            try:
+                await self._publish(make_body())
+            except SwarmError as error:
+                log.warning("a record of this node is not in the table: %s", error)
+                wait_s = self._ttl_s / 15
+            await asyncio.sleep(pause_s)
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+    async def retire(self, advert: WorkerAdvert) -> None:
+        """Tell the run that this worker leaves. Never raises a SwarmError: the advert expires anyway."""
+        try:
+            await self._publish(msgspec.structs.replace(advert, state=_LEAVING))
+        except SwarmError as error:
+            log.info("left without a word: %s", error)
+
+    async def _publish(self, body: Body) -> bytes:
+        value, key, expires_unix = self._seal(body)
+        if await self._store(key, value, expires_unix):
+            return value
+        # The table may hold a record from before a restart, made when this machine's date was ahead.
+        held = await self._network.find_records(key, timeout_s=self._store_timeout_s)
+        own = held.get(self._network.peer_id)
+        if own is not None:
+            there = self._check(own, self._network.peer_id)
+            if there.sequence >= self._sequence:
+                self._sequence = there.sequence
+                value, key, expires_unix = self._seal(body)
+                if await self._store(key, value, expires_unix):
+                    return value
+        raise SwarmError(f"no node of the table took the record under {key}")
+
+    def _seal(self, body: Body) -> tuple[bytes, str, float]:
+        now = self._network.clock.unix()
+        self._sequence = max(self._sequence + 1, int(now * 1000))
+        key = self._key_of(body)
+        expires_unix = now + self._ttl_s
+        value = seal(self._network.identity, key, body, sequence=self._sequence, expires_unix=expires_unix)
+        self._check(value, self._network.peer_id)
+        return value, key, expires_unix
+
+    async def _store(self, key: str, value: bytes, expires_unix: float) -> bool:
+        return await self._network.store_record(
+            key, value, expires_unix=expires_unix, timeout_s=self._store_timeout_s
+        )
+
+    def _key_of(self, body: Body) -> str:
+        if isinstance(body, WorkerAdvert):
+            return self.keys.worker(self._network.peer_id)
+        if isinstance(body, LearnerRecord):
+            return self.keys.learner
+        if isinstance(body, ManifestRecord):
+            return self.keys.manifest
+        return Keys.RUNS
+
+    # --- finding
+
+    async def workers(self, timeout_s: float) -> dict[PeerId, WorkerAdvert]:
+        """The workers of the run that are present, by peer id.
+
+        Raises:
+            DeadlineExceeded: not one shard answered within ``timeout_s``.
+        """
+        answered: list[bool] = []
+
+        async def look(key: str) -> None:
+            try:
+                await self._find(key, timeout_s)
+                answered.append(True)
+            except SwarmError as error:
+                log.debug("no answer for %s: %s", key, error)
+
+        shards = [self.keys.worker_shard(shard) for shard in range(WORKER_SHARDS)]
+        async with asyncio.TaskGroup() as group:
+            for key in shards:
+                group.create_task(look(key))
+        if not answered:
+            raise DeadlineExceeded(f"no shard of {self.keys.run} answered within {timeout_s:g} s")
+        return {
+            owner: record.body
+            for key in shards
+            for owner, record in self._live(key).items()
+            if isinstance(record.body, WorkerAdvert) and record.body.state != _LEAVING
+        }
+
+    async def learner(self, timeout_s: float) -> LearnerRecord | None:
+        """What the run's learner says of the run; None if it has said nothing lately.
+
+        Raises:
+            DeadlineExceeded: the table did not answer.
+        """
+        await self._find(self.keys.learner, timeout_s)
+        record = self._live(self.keys.learner).get(self.keys.learner_id)
+        return record.body if record is not None and isinstance(record.body, LearnerRecord) else None
+
+    async def manifest(self, timeout_s: float) -> Record | None:
+        """The learner's record of the newest version (its body is a ManifestRecord); None if there is none.
+
+        Raises:
+            DeadlineExceeded: the table did not answer.
+        """
+        await self._find(self.keys.manifest, timeout_s)
+        return self._live(self.keys.manifest).get(self.keys.learner_id)
+
+    @staticmethod
+    async def runs(network: Network, timeout_s: float) -> list[str]:
+        """The names of all runs that are announced in the swarm, sorted.
+
+        Raises:
+            DeadlineExceeded: the table did not answer.
+        """
+        found = await network.find_records(Keys.RUNS, timeout_s=timeout_s)
+        now = network.clock.unix()
+        bodies = [check(value, owner=owner, now_unix=now).body for owner, value in found.items()]
+        return sorted(body.run for body in bodies if isinstance(body, RunRecord))
+
+    async def watch_workers(self, period_s: float) -> AsyncIterator[WorkersSeen]:
+        """Look every ``period_s`` and yield what is there and what is new; the first look joins everybody.
+
+        A look that nobody answers is logged and skipped.
+        """
+        before: dict[PeerId, WorkerAdvert] = {}
+        while True:
+            try:
+                now = await self.workers(timeout_s=period_s)
+            except SwarmError as error:
+                log.warning("no look at the workers of %s: %s", self.keys.run, error)
+            else:
+                yield WorkersSeen(
+                    workers=now,
+                    joined=tuple(peer for peer in now if peer not in before),
+                    left=tuple(peer for peer in before if peer not in now),
+                    changed=tuple(peer for peer in now if before.get(peer, now[peer]) != now[peer]),
+                )
+                before = now
+            await asyncio.sleep(period_s)
+
+    async def _find(self, key: str, timeout_s: float) -> None:
+        """Merge what the table holds under ``key`` into what has been seen."""
+        found = await self._network.find_records(key, timeout_s=timeout_s)
+        seen = self._seen.setdefault(key, {})
+        for owner, value in found.items():
+            try:
+                record = self._check(value, owner)
+            except RecordError:
+                continue  # it expired on its way
+            seen[owner] = newest([record, seen[owner]]) if owner in seen else record
+
+    def _live(self, key: str) -> dict[PeerId, Record]:
+        """What has been seen under ``key`` and has not expired; forgets the rest."""
+        now = self._network.clock.unix()
+        live = {owner: r for owner, r in self._seen.get(key, {}).items() if r.expires_unix > now}
+        self._seen[key] = live
+        return live
+
+    def _check(self, value: bytes, owner: PeerId) -> Record:
+        return check(value, owner=owner, now_unix=self._network.clock.unix())

@@ -1,0 +1,180 @@
+"""Streams over the local sockets that p2pd hands out, and the supervision of those that peers open to us.
+
+Guarantees: what was written before :meth:`SocketStream.close` reaches the other end; a handler's failure ends
+its own stream and nothing else; a peer holds at most ``max_incoming_per_peer`` streams to us at a time.
+
+p2pd passes on bytes and the end of a stream, but no half-close (closing one direction ends both) and no
+reset: a connection that breaks can look like an end of stream. Whoever reads therefore knows from the
+protocol how many bytes are to come, as :mod:`echo2p2p.swarm.messages` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echo2p2p.errors import Echo2p2pError, PeerUnreachable
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.network import StreamHandler
+
+logger = logging.getLogger("echo2p2p.swarm")
+
+_SLICE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """What one node spends on streams.
+
+    ``buffer_bytes`` is the read buffer's low mark (it holds at most twice that) and the write buffer's high
+    mark of each stream; asyncio's own 64 KiB costs throughput. ``stall_s`` is how long a write may make no
+    progress; ``linger_s`` how long a close may take to hand over what was written.
+    """
+
+    buffer_bytes: int = 2**20
+    max_incoming: int = 1024
+    max_incoming_per_peer: int = 64
+    stall_s: float = 60.0
+    linger_s: float = 30.0
+
+
+class SocketStream:
+    """A :class:`~echo2p2p.swarm.network.Stream` over one connection to p2pd."""
+
+    def __init__(
+        self,
+        remote: PeerId,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limits: StreamLimits,
+        on_end: Callable[[SocketStream], None] = lambda _: None,
+    ) -> None:
+        """``on_end`` is called once the connection is given up, closed or aborted."""
+        self._remote = remote
+        self._reader = reader
+        self._writer = writer
+        self._limits = limits
+        self._on_end = on_end
+        self._closing = False
+        writer.transport.set_write_buffer_limits(high=limits.buffer_bytes)
+
+    @property
+    def remote(self) -> PeerId:
+        return self._remote
+
+    async def read(self, max_bytes: int) -> bytes:
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    async def read_exactly(self, n_bytes: int) -> bytes:
+        try:
+            return await self._reader.readexactly(n_bytes)
+        except asyncio.IncompleteReadError as error:
+            raise PeerUnreachable(
+                f"the stream of {self._remote} ended after {len(error.partial)} of {n_bytes} bytes"
+            ) from None
+        except OSError as error:
+            raise self._broken(error) from error
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _SLICE_BYTES):
+            if self._closing or self._writer.transport.is_closing():
+                raise self._broken("it is closed")
+            try:
+                self._writer.write(view[start : start + _SLICE_BYTES])
+                async with asyncio.timeout(self._limits.stall_s):
+                    await self._writer.drain()
+            except TimeoutError:
+                self.abort()
+                raise self._broken(f"nothing was taken for {self._limits.stall_s:g} s") from None
+            except OSError as error:
+                raise self._broken(error) from error
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            async with asyncio.timeout(self._limits.linger_s):
+                # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote. So say
+                # that no more comes, and read until p2pd, having sent everything on, closes its end.
+                if not self._writer.transport.is_closing():
+                    self._writer.write_eof()
+                while await self._reader.read(_SLICE_BYTES):
+                    pass
+                self._writer.close()
+                await self._writer.wait_closed()
+        except (OSError, RuntimeError):  # TimeoutError is an OSError; RuntimeError: uvloop, already closed
+            pass
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End the stream at once, whatever is still under way."""
+        self._closing = True
+        self._writer.transport.abort()
+        self._on_end(self)
+
+    def _broken(self, reason: object) -> PeerUnreachable:
+        return PeerUnreachable(f"the stream with {self._remote} broke: {reason}")
+
+
+class IncomingStreams:
+    """The handlers of one node, and one supervised task for each stream that a peer opened."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._per_peer: Counter[PeerId] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.handlers: dict[str, StreamHandler] = {}
+
+    async def serve(self, protocol: str, stream: SocketStream) -> None:
+        """Run the handler of ``protocol`` on ``stream`` in the current task; never raises its errors."""
+        peer = stream.remote
+        handler = self.handlers.get(protocol)
+        full = len(self._tasks) >= self._limits.max_incoming
+        if handler is None or full or self._per_peer[peer] >= self._limits.max_incoming_per_peer:
+            logger.info("refused a stream of %s: %s", peer, "no handler" if handler is None else "too many")
+            stream.abort()
+            return
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("serve runs in a task")
+        self._tasks.add(task)
+        self._per_peer[peer] += 1
+        try:
+            await handler(stream)
+        except Echo2p2pError as error:
+            logger.info("stream %s of %s ended: %s", protocol, peer, error)
+        except Exception:
+            logger.exception("the handler of %s failed on a stream of %s", protocol, peer)
+        finally:
+            try:
+                await stream.close()
+            finally:
+                self._tasks.discard(task)
+                self._per_peer[peer] -= 1
+                if not self._per_peer[peer]:
+                    del self._per_peer[peer]
+
+    def __len__(self) -> int:
+        """How many streams are being served."""
+        return len(self._tasks)
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel every handler and wait until they have ended, but no longer than ``timeout_s``."""
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            with contextlib.suppress(TimeoutError):
+                _, late = await asyncio.wait(tasks, timeout=timeout_s)
+                for task in late:
+                    logger.error("handler task %s ignores its cancellation", task.get_name())

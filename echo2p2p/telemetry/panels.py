@@ -1,0 +1,310 @@
+"""The panels of the report: each draws one question about a run onto a figure that it is given.
+
+Every panel has an honest empty state, and no text in it is read as mathematics or as markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from echo2p2p.telemetry.history import RunHistory
+from echo2p2p.telemetry.text import PEER_TAIL, ascii_only, human_usd
+
+INK = "#1f2a36"
+MUTED = "#66727f"
+GRID = "#e3e7eb"
+PAPER = "#fefefe"
+BLUE = "#2b66c4"
+TEAL = "#139483"
+AMBER = "#dd8f14"
+RED = "#c93a40"
+GREY = "#a9b3bd"
+PALETTE = {
+    "ink": INK,
+    "muted": MUTED,
+    "grid": GRID,
+    "paper": PAPER,
+    "blue": BLUE,
+    "teal": TEAL,
+    "amber": AMBER,
+    "red": RED,
+    "grey": GREY,
+}
+"""Blue is the learner, teal the workers, amber waiting, red a limit, grey what was not used."""
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": PAPER,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": PAPER,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+"""rcParams under which the panels are drawn."""
+
+MAX_WORKER_BARS = 12
+_MAX_BARS = 80
+
+
+def reward(figure: Any, history: RunHistory) -> None:
+    """Is it learning? Mean reward a step with its spread, and the held-out evaluations."""
+    axes = _axes(figure, "step", "reward")
+    mean, std = history.columns["reward_mean"], history.columns["reward_std"]
+    if len(history.steps):
+        axes.fill_between(history.steps, mean - std, mean + std, color=BLUE, alpha=0.13, linewidth=0)
+        _line(axes, history.steps, mean, BLUE, "training, mean ± std")
+    if history.evals:
+        steps, values, _ = zip(*history.evals, strict=True)
+        axes.plot(steps, values, color=AMBER, linewidth=0.9, linestyle=":", zorder=3)
+        axes.plot(steps, values, "D", color=AMBER, markersize=5.5, label="held-out", zorder=4)
+    if not len(history.steps) and not history.evals:
+        return _empty(axes, "no steps yet")
+    return _legend(axes)
+
+
+def mismatch(figure: Any, history: RunHistory) -> None:
+    """Does off-policy data hurt? How far the samplers' policy was from the learner's."""
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _label(upper, "", "KL [nats/token]")
+    _label(lower, "step", "gradient norm")
+    if not len(history.steps):
+        _empty(lower, "")
+        return _empty(upper, "no steps yet")
+    _line(upper, history.steps, history.columns["mismatch_kl"], BLUE, "KL(sampler, learner)")
+    _line(lower, history.steps, history.columns["grad_norm"], MUTED, "before clipping")
+    _integer_x(lower)
+    _legend(upper)
+    return _legend(lower)
+
+
+def staleness(figure: Any, history: RunHistory) -> None:
+    """Does the window hold? Share of trained tokens by staleness, against S."""
+    axes = _axes(figure, "staleness [versions]", "trained tokens [%]")
+    total = sum(history.staleness_tokens.values())
+    if not total:
+        return _empty(axes, "no tokens trained yet")
+    window = history.window
+    ages = np.array(list(history.staleness_tokens))
+    share = np.array(list(history.staleness_tokens.values())) / total * 100
+    colours = [RED if age > window else BLUE for age in ages]
+    axes.bar(ages, share, width=0.72, color=colours)
+    right = float(ages.max())
+    if not math.isnan(window):
+        right = max(right, window)
+        axes.axvline(window + 0.5, color=RED, linestyle="--", linewidth=1.4, label=f"window S = {window:.0f}")
+    axes.set_xlim(-0.6, right + 0.9)
+    if right <= 30:
+        for age, value in zip(ages, share, strict=True):
+            axes.annotate(
+                f"{value:.0f}" if value >= 1 else f"{value:.1g}",
+                (age, value),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7.5,
+                color=MUTED,
+            )
+    return _legend(axes)
+
+
+def time(figure: Any, history: RunHistory) -> None:
+    """Does the learner wait? Training and waiting per step, and the running bubble ratio."""
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _label(upper, "", "bubble ratio [%]")
+    _label(lower, "step", "seconds")
+    if not len(history.steps):
+        _empty(lower, "")
+        return _empty(upper, "no steps yet")
+    bubble = history.columns["bubble_ratio"] * 100
+    _line(upper, history.steps, bubble, AMBER, "T_idle / (T_idle + T_train)")
+    upper.set_ylim(0, max(5.0, float(np.nanmax(np.append(bubble, 0))) * 1.15))
+    _stack(
+        lower,
+        history.steps,
+        [
+            (history.columns["t_train_s"], BLUE, "T_train"),
+            (history.columns["t_idle_s"], AMBER, "T_idle"),
+        ],
+    )
+    _legend(upper)
+    return _legend(lower)
+
+
+def dissemination(figure: Any, history: RunHistory) -> None:
+    """How do weights travel? Chunk bytes of each version by who gave them, and T_bcast."""
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _label(upper, "", "T_bcast [s]")
+    if not history.versions:
+        _label(lower, "policy version", "bytes")
+        _empty(lower, "")
+        return _empty(upper, "nothing published yet")
+    numbers = np.array([version.version for version in history.versions])
+    _line(upper, numbers, np.array([version.t_bcast_s for version in history.versions]), BLUE, "T_bcast")
+    upper.set_ylim(bottom=0)
+    learner = np.array([version.bytes_from_learner for version in history.versions])
+    peers = np.array([version.bytes_from_peers for version in history.versions])
+    scale, unit = _byte_unit(float((learner + peers).max()))
+    _label(lower, "policy version", f"installed [{unit}]")
+    _stack(
+        lower,
+        numbers,
+        [(learner / scale, BLUE, "from the learner"), (peers / scale, TEAL, "from other workers")],
+    )
+    return _legend(lower)
+
+
+def throughput(figure: Any, history: RunHistory) -> None:
+    """Are there enough workers? Σμ of the active ones against the target, and how many they are."""
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    _label(upper, "", "rollouts/s")
+    _label(lower, "step", "active workers")
+    if not len(history.steps):
+        _empty(lower, "")
+        return _empty(upper, "no steps yet")
+    _line(upper, history.steps, history.columns["mu_pool"], TEAL, "μ_pool")
+    upper.plot(history.steps, history.columns["mu_target"], color=INK, linestyle="--", label="μ_target")
+    upper.set_ylim(bottom=0)
+    lower.step(history.steps, history.columns["active"], where="mid", color=TEAL)
+    lower.set_ylim(bottom=0)
+    lower.yaxis.get_major_locator().set_params(integer=True)
+    _integer_x(lower)
+    return _legend(upper)
+
+
+def cost(figure: Any, history: RunHistory) -> None:
+    """What did it cost? Cumulative $ at advertised prices, against keeping every worker on."""
+    axes = _axes(figure, "step", "$ since the start")
+    known = ~np.isnan(history.spend_usd)
+    if not known.any():
+        return _empty(axes, "nothing spent yet")
+    _line(axes, history.steps, history.all_on_usd, GREY, "every worker on")
+    _line(axes, history.steps, history.spend_usd, TEAL, "chosen workers")
+    axes.fill_between(
+        history.steps, history.spend_usd, history.all_on_usd, color=GREY, alpha=0.2, linewidth=0
+    )
+    axes.set_ylim(bottom=0)
+    return _legend(axes)
+
+
+def workers(figure: Any, history: RunHistory) -> None:
+    """Who was chosen? Price per throughput of each known worker, in the order they are activated."""
+    axes = _axes(figure, "ρ [$ per 1,000 rollouts]", "")
+    axes.grid(visible=False, axis="y")
+    shown = history.workers[:MAX_WORKER_BARS]
+    if not shown:
+        return _empty(axes, "no worker has joined yet")
+    rho = np.nan_to_num(np.array([worker.rho for worker in shown]) * 1000)
+    reach = float(rho.max()) or 1.0
+    colours = {"active": TEAL, "standby": GREY}
+    for row, (worker, value) in enumerate(zip(shown, rho, strict=True)):
+        axes.barh(row, value, height=0.66, color=colours.get(worker.state, GRID))
+        price = (
+            "price not known"
+            if math.isnan(worker.price_per_hour)
+            else f"{human_usd(worker.price_per_hour)}/h"
+        )
+        note = price + (", μ not known" if math.isnan(worker.mu) else f", μ {worker.mu:.3g}/s")
+        axes.text(value + reach * 0.02, row, note, va="center", fontsize=7.5, color=MUTED)
+    names = [f"{ascii_only(w.peer, 128)[-PEER_TAIL:]}  {ascii_only(w.gpu, 14)}" for w in shown]
+    axes.set_yticks(range(len(shown)), names)
+    axes.set_ylim(max(len(shown), 4) - 0.4, -0.6)
+    axes.set_xlim(0, reach * 1.62)
+    for state, colour in (("active", TEAL), ("standby", GREY), ("gone", GRID)):
+        axes.bar(0, 0, color=colour, label=state)
+    if more := len(history.workers) - len(shown):
+        axes.bar(0, 0, color="none", label=f"({more} more)")
+    return _legend(axes)
+
+
+PANELS: Sequence[tuple[str, Callable[[Any, RunHistory], None]]] = (
+    ("Reward", reward),
+    ("Staleness of trained tokens", staleness),
+    ("Training and waiting", time),
+    ("Off-policy distance and gradient", mismatch),
+    ("Dissemination of policy versions", dissemination),
+    ("Throughput against target", throughput),
+    ("Cost", cost),
+    ("Workers by unit throughput cost", workers),
+)
+"""Title and drawing function of each panel, in reading order."""
+
+
+def _axes(figure: Any, xlabel: str, ylabel: str) -> Any:
+    axes = figure.subplots()
+    _label(axes, xlabel, ylabel)
+    if xlabel == "step":
+        _integer_x(axes)
+    return axes
+
+
+def _label(axes: Any, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+
+
+def _integer_x(axes: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _line(axes: Any, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> None:
+    """A line, with markers while there are few points, so that a single one shows."""
+    axes.plot(x, y, color=colour, label=label, marker="o" if len(x) <= 12 else "", markersize=3.5)
+
+
+def _stack(axes: Any, x: np.ndarray, layers: Sequence[tuple[np.ndarray, str, str]]) -> None:
+    """Stacked bars, or stacked areas where there are too many for bars."""
+    base = np.zeros(len(x))
+    for values, colour, label in layers:
+        top = base + np.nan_to_num(values)
+        if len(x) <= _MAX_BARS:
+            axes.bar(x, top - base, bottom=base, width=0.8, color=colour, label=label)
+        else:
+            axes.fill_between(x, base, top, step="mid", color=colour, label=label, linewidth=0)
+        base = top
+    _integer_x(axes)
+
+
+def _legend(axes: Any) -> None:
+    """The legend above the axes, where it covers nothing."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.99),
+        ncols=4,
+        handlelength=1.3,
+        columnspacing=1.2,
+        borderpad=0.2,
+    )
+
+
+def _empty(axes: Any, text: str) -> None:
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=10, transform=axes.transAxes)
+
+
+def _byte_unit(largest: float) -> tuple[float, str]:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1024**power:
+            return float(1024**power), unit
+    return 1.0, "B"

@@ -1,0 +1,74 @@
+"""One line for a person about one event. The text is cleaned: it can be shown anywhere, after escaping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from echo2p2p.telemetry.events import Event
+from echo2p2p.telemetry.text import clean, human_usd, short_peer
+from echo2p2p.telemetry.values import number
+
+
+def tell(event: Event) -> str | None:
+    """What happened, in one line; None for kinds that are figures rather than news."""
+    teller = _TELLERS.get(str(event.get("event")))
+    return teller(event) if teller else None
+
+
+def _run_started(event: Event) -> str:
+    resumed = event.get("resumed_from")
+    return "run started" if resumed is None else f"run resumed from step {clean(resumed)}"
+
+
+def _worker_joined(event: Event) -> str:
+    price = number(event.get("price_per_hour"))
+    at = "" if math.isnan(price) else f" at {human_usd(price)}/h"
+    return f"{short_peer(event.get('worker'))} joined: {clean(event.get('gpu') or 'no GPU named')}{at}"
+
+
+def _worker_left(event: Event) -> str:
+    return f"{short_peer(event.get('worker'))} left: {clean(event.get('reason') or 'no reason given', 100)}"
+
+
+def _activation(event: Event) -> str:
+    active = event.get("active")
+    count = len(active) if isinstance(active, list) else 0
+    workers = "1 active worker" if count == 1 else f"{count} active workers"
+    short = "" if event.get("feasible") is not False else "; all together cannot reach the target"
+    reason = clean(event.get("reason"), 100)
+    return workers + short + (f" ({reason})" if reason else "")
+
+
+def _step(event: Event) -> str:
+    return f"step {clean(event.get('step'))} applied no update: its gradient was not finite"
+
+
+def _eval(event: Event) -> str:
+    reward = number(event.get("reward"))
+    return f"held-out reward {reward:.3f} after step {clean(event.get('step'))}"
+
+
+def _refused(event: Event) -> str:
+    return f"refused a group of {short_peer(event.get('worker'))}: {clean(event.get('reason'), 100)}"
+
+
+def _run_finished(event: Event) -> str:
+    return f"run finished after {clean(event.get('steps'))} steps"
+
+
+def _events_lost(event: Event) -> str:
+    return f"{clean(event.get('count'))} events of {short_peer(event.get('peer'))} could not be written"
+
+
+_TELLERS: dict[str, Callable[[Event], str]] = {
+    "run_started": _run_started,
+    "worker_joined": _worker_joined,
+    "worker_left": _worker_left,
+    "activation": _activation,
+    "step": _step,
+    "eval": _eval,
+    "refused": _refused,
+    "run_finished": _run_finished,
+    "events_lost": _events_lost,
+}

@@ -1,0 +1,203 @@
+"""Which missing chunk is asked from whom, and where to turn when a source fails. Pure: no I/O, no clock.
+
+Every chunk has a route, the same rule on every peer: its first holder and then that one's deputies, up to
+this peer's own place among them; a peer whose own turn it is asks the learner. So nobody waits for a peer
+that waits for it, and a stripe whose holder is gone leaves the learner once more, not once for every peer.
+
+A chunk may be open at several sources at once (endgame); the first copy counts, the others are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
+
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.weights.plan import RelayPlan
+
+MAX_ROUNDS = 3
+"""Times that a route is walked to its end before a chunk counts as unobtainable."""
+MAX_FAILURES = 3
+"""Failures after which a source is not asked again in one fetch."""
+_GUESSES = 2
+"""Members that are asked whether they happen to have a chunk before the learner sends it once more."""
+
+
+class Schedule:
+    """The state of one fetch.
+
+    Args:
+        n_chunks: chunks 0 … n_chunks − 1.
+        plan: who holds what first.
+        me: this peer; may or may not be one of the plan's relays.
+        learner: the source of last resort, and the first for this peer's own stripe.
+        have: chunks that are here already.
+        suspects: sources that failed lately; asked only after the others.
+        banned: sources that are never asked.
+    """
+
+    def __init__(
+        self,
+        n_chunks: int,
+        plan: RelayPlan,
+        *,
+        me: PeerId,
+        learner: PeerId,
+        have: Collection[int] = (),
+        suspects: Collection[PeerId] = (),
+        banned: Collection[PeerId] = (),
+    ) -> None:
+        self._plan = plan
+        self._me = me
+        self._learner = learner
+        self._suspects = frozenset(suspects)
+        self._gone = set(banned)
+        self._failures: Counter[PeerId] = Counter()
+        self._missing = set(range(n_chunks)) - set(have)
+        self._queues: dict[PeerId, deque[tuple[int, bool]]] = defaultdict(deque)
+        self._open: dict[PeerId, dict[int, None]] = defaultdict(dict)
+        self._copies: Counter[int] = Counter()
+        self._step: dict[int, int] = {}
+        self._unobtainable: set[int] = set()
+        for chunk in sorted(self._missing):
+            self._begin(chunk)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        return frozenset(self._missing)
+
+    @property
+    def done(self) -> bool:
+        return not self._missing
+
+    @property
+    def unobtainable(self) -> frozenset[int]:
+        """Missing chunks that nobody is left to be asked for. If there are any, the fetch has failed."""
+        return frozenset(self._unobtainable)
+
+    @property
+    def gone(self) -> frozenset[PeerId]:
+        """Sources that are not asked any more."""
+        return frozenset(self._gone)
+
+    def failures(self, source: PeerId) -> int:
+        return self._failures[source]
+
+    def busy_sources(self) -> list[PeerId]:
+        """Sources with chunks queued or open."""
+        return [source for source in list(self._queues) if self.load(source)]
+
+    def load(self, source: PeerId) -> int:
+        """Chunks that are queued for or open at ``source``."""
+        return len(self._queues[source]) + len(self._open[source])
+
+    def open_at(self, source: PeerId) -> int:
+        """Chunks that ``source`` was asked for and has not answered."""
+        return len(self._open[source])
+
+    def is_open(self, source: PeerId, chunk: int) -> bool:
+        return chunk in self._open[source]
+
+    def take(self, source: PeerId, limit: int) -> dict[bool, list[int]]:
+        """Up to ``limit`` queued chunks to ask ``source`` for, now open; by whether it shall wait for them."""
+        asked: dict[bool, list[int]] = {}
+        queue = self._queues[source]
+        while queue and limit > 0:
+            chunk, wait = queue.popleft()
+            if chunk in self._missing and chunk not in self._open[source]:
+                self._open[source][chunk] = None
+                asked.setdefault(wait, []).append(chunk)
+                limit -= 1
+            else:
+                self._copies[chunk] -= 1
+        return asked
+
+    def arrived(self, chunk: int) -> list[PeerId]:
+        """``chunk`` is here, verified. Returns the sources at which it was open."""
+        self._missing.discard(chunk)
+        self._unobtainable.discard(chunk)
+        holders = [source for source, chunks in self._open.items() if chunk in chunks]
+        for source in holders:
+            del self._open[source][chunk]
+            self._copies[chunk] -= 1
+        return holders
+
+    def lacks(self, source: PeerId, chunks: Iterable[int]) -> None:
+        """``source`` does not have ``chunks``: turn to the next on their routes."""
+        for chunk in chunks:
+            if chunk in self._open[source]:
+                del self._open[source][chunk]
+                self._drop_copy(chunk)
+
+    def failed(self, source: PeerId, *, for_good: bool = False) -> None:
+        """The lane to ``source`` broke, stalled or lied: turn elsewhere with all that it was to send."""
+        self._failures[source] += 1
+        if for_good or self._failures[source] >= MAX_FAILURES:
+            self._gone.add(source)
+        chunks = [*self._open[source], *(chunk for chunk, _ in self._queues[source])]
+        self._open[source].clear()
+        self._queues[source].clear()
+        for chunk in chunks:
+            self._drop_copy(chunk)
+
+    def relieve(self, source: PeerId, keep: int) -> int:
+        """Ask others too for all but the first ``keep`` chunks of a slow ``source``; how many that were.
+
+        What it has been asked for stays open there: whoever is first wins.
+        """
+        already_open = list(self._open[source])[keep:]
+        moved = [chunk for chunk in already_open if self._copies[chunk] == 1]
+        for chunk in moved:
+            self._forward(chunk)
+        queue = self._queues[source]
+        excess = min(len(queue), max(0, self.load(source) - keep))
+        waiting = [queue.pop()[0] for _ in range(excess)]
+        for chunk in waiting:
+            self._drop_copy(chunk)
+        return len(moved) + len(waiting)
+
+    def _begin(self, chunk: int) -> None:
+        """As :meth:`_forward`, without laying out the whole route of a chunk whose first source is there."""
+        first = self._plan.first_holder(chunk) if self._plan.relays else self._learner
+        source = self._learner if first == self._me else first
+        if source in self._gone or source in self._suspects:
+            self._forward(chunk)
+        else:
+            self._step[chunk] = 1
+            self._copies[chunk] += 1
+            self._queues[source].append((chunk, True))
+
+    def _drop_copy(self, chunk: int) -> None:
+        self._copies[chunk] -= 1
+        if chunk in self._missing and self._copies[chunk] <= 0:
+            self._forward(chunk)
+
+    def _forward(self, chunk: int) -> None:
+        """Queue ``chunk`` at the next source of its route that can be asked."""
+        step = self._step.get(chunk, 0)
+        route = list(self._route(chunk))
+        while step < MAX_ROUNDS * len(route):
+            source, wait = route[step % len(route)]
+            step += 1
+            if source not in self._gone and chunk not in self._open[source]:
+                self._step[chunk] = step
+                self._copies[chunk] += 1
+                self._queues[source].append((chunk, wait))
+                return
+        self._step[chunk] = step
+        if self._copies[chunk] <= 0:
+            self._unobtainable.add(chunk)
+
+    def _route(self, chunk: int) -> Iterator[tuple[PeerId, bool]]:
+        """The sources of ``chunk`` in the order in which they are asked, and whether they are asked to wait."""
+        order = list(self._plan.order(chunk))
+        place = order.index(self._me) if self._me in order else len(order)
+        before, after = order[:place], order[place + 1 :]
+        trusted = [source for source in before if source not in self._suspects]
+        yield from ((source, True) for source in trusted)
+        # The first holder gets its own stripe from the learner; a deputy first looks around.
+        guesses = after[: _GUESSES if place else 0]
+        yield from ((source, False) for source in guesses)
+        yield self._learner, True
+        yield from ((source, True) for source in before if source in self._suspects)
+        yield from ((source, False) for source in after[len(guesses) :])
