@@ -68,8 +68,10 @@ class OptimizerSettings(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
     weight_decay: NonNegative = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="the learning rate rises over so many steps")
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this norm")
-    clip_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="ε of the clipped ratio")
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="ε of the clipped ratio, below 1")
+    clip_high: Annotated[float, Field(gt=0, lt=10)] = Field(0.28, description="ε of the clipped ratio, above 1")
     importance_cap: Positive = Field(2.0, description="C, where the weight π_learner/π_sampler is truncated")
     kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(16_384, description="padded tokens a forward pass")
@@ -100,6 +102,7 @@ class LearnerSettings(Section):
     min_workers: Annotated[int, Field(ge=1)] = Field(1, description="the first lease waits for this many")
     eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: only at the ends")
     eval_prompts: Annotated[int, Field(ge=1, le=65_536)] = 128
+    eval_samples: Annotated[int, Field(ge=1, le=1024)] = 4
     stop_at_reward: float | None = Field(None, description="stop once a held-out evaluation reaches this")
     checkpoints_kept: Annotated[int, Field(ge=1)] = 2
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")

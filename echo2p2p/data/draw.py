@@ -71,9 +71,13 @@ def option(options: Mapping[str, Any], name: str, default: T, allowed: range | t
     """
     value = options.get(name, default)
     if type(value) is not type(default) or value not in allowed:
-        shown = f"{allowed.start}–{allowed.stop - 1}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+        shown = (
+            f"{allowed.start}–{allowed.stop - 1}"
+            if isinstance(allowed, range)
+            else ", ".join(map(str, allowed))
+        )
         raise SettingsError(f"task option {name} = {value!r} is not allowed", hint=f"allowed: {shown}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def refuse_unknown(task: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -44,8 +44,8 @@ def build_model(
     Args:
         weights: load ``model.safetensors`` from the folder; otherwise the weights are whatever the
             architecture initialises, and a snapshot has to be installed before use.
-        attention: ``sdpa`` or ``eager``. Never taken from the folder, whose ``config.json`` could name a kernel
-            to be downloaded.
+        attention: ``sdpa`` or ``eager``. Never taken from the folder, whose ``config.json`` could name a
+            kernel to be downloaded.
 
     Raises:
         SettingsError: the folder is no usable policy.

@@ -20,6 +20,7 @@ from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group
 from echo2p2p.data.work import Activate, FromWorker, Head, Ready, TaskSpec
+from echo2p2p.errors import RecordError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
@@ -27,7 +28,7 @@ from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import Session, WorkSessions
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import LearnerRecord
+from echo2p2p.swarm.records import LearnerRecord, ManifestRecord, RunRecord
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
@@ -137,7 +138,9 @@ class Learner:
         )
         self._provisioner.spending.usd = self._state.spend_usd
         self._provisioner.spending.all_on_usd = self._state.all_on_usd
-        self._head: bytes | None = None
+        self._manifest: ManifestRecord | None = None
+        self._newer_manifest = asyncio.Event()
+        self._news = asyncio.Event()
         self._broadcasts: dict[int, Broadcast] = {}
         self._stop = asyncio.Event()
         self._t_train_s = self._state.t_train_s
@@ -182,7 +185,9 @@ class Learner:
             await self._sessions.listen()
             background = [
                 tasks.create_task(self._provisioner.run()),
-                tasks.create_task(self._directory.keep_learner(self._record)),
+                tasks.create_task(self._directory.keep(self._run_record)),
+                tasks.create_task(self._directory.keep(self._learner_record, changed=self._news)),
+                tasks.create_task(self._keep_manifest()),
             ]
             finished = await self._train()
             await self._checkpoint()
@@ -309,7 +314,9 @@ class Learner:
         active = self._provisioner.active
         members = [Member(session.peer, session.advert.upload_mbit) for session in active]
         published = await self._publisher.publish(snapshot, version, members, self._assets)
-        self._head = self._directory.seal_manifest(published.record)
+        self._manifest = published.record
+        self._news.set()
+        self._newer_manifest.set()
         self._dispatcher.published = version
         # A worker's first version includes building its engine, which says nothing about T_bcast.
         following = {session.peer for session in active if session.version >= 0}
@@ -318,8 +325,9 @@ class Learner:
         self._events.emit(
             "published", version=version, snapshot_bytes=snapshot.layout.nbytes, chunks=published.manifest.n_chunks
         )
+        head = Head(self._directory.seal(published.record))
         for session in active:
-            session.tell(Head(self._head))
+            session.tell(head)
         self._dispatcher.top_up()
 
     async def _checkpoint(self) -> None:
@@ -340,7 +348,20 @@ class Learner:
         await self._trainer.save(self.step, msgspec.msgpack.encode(state))
         self._events.emit("checkpoint", step=self.step, seconds=self._clock.monotonic() - started)
 
-    def _record(self) -> LearnerRecord:
+    async def _keep_manifest(self) -> None:
+        """Keep the newest manifest's record in the table, from the first publication on."""
+        await self._newer_manifest.wait()
+        await self._directory.keep(self._manifest_record, changed=self._newer_manifest)
+
+    def _manifest_record(self) -> ManifestRecord:
+        if self._manifest is None:
+            raise RecordError("no version has been published")
+        return self._manifest
+
+    def _run_record(self) -> RunRecord:
+        return RunRecord(self._run, self._settings.task.name)
+
+    def _learner_record(self) -> LearnerRecord:
         options = self._settings.learner
         return LearnerRecord(
             task=self._settings.task.name,
@@ -386,8 +407,8 @@ class Learner:
 
     def _on_activated(self, session: Session) -> None:
         session.tell(Activate())
-        if self._head is not None:
-            session.tell(Head(self._head))
+        if self._manifest is not None:
+            session.tell(Head(self._directory.seal(self._manifest)))
         self._dispatcher.top_up()
 
     def _on_ready(self, session: Session, message: Ready) -> None:

@@ -1,9 +1,11 @@
 """The GRPO objective as pure functions on tensors.
 
-J = E[ min(π_learner(a; θ_old) / π_sampler(a), C) · min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) − β·KL(π_θ‖π_ref) ],
-r = π_θ/π_θ_old, A the group-normalised reward (ECHO-2's objective). The first factor is a constant weight that
-corrects for what the sampler was: an older version, another kernel, another precision. The KL term stands
-outside it, as a property of θ alone.
+J = E[ min(π_learner(a; θ_old) / π_sampler(a), C) · min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) ]
+    − β·KL(π_θ‖π_ref)
+
+with r = π_θ/π_θ_old and A the group-normalised reward: ECHO-2's objective. The first factor is a constant
+weight that corrects for what the sampler was: an older version, another kernel, another precision. The KL term
+stands outside it, as a property of θ alone.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def token_loss(
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
-    max_weight: float,
+    importance_cap: float,
     reference_logprobs: Tensor | None = None,
     kl_beta: float = 0.0,
 ) -> TokenLoss:
@@ -73,12 +75,12 @@ def token_loss(
         sampler_logprobs: log π_sampler, as the worker reported it.
         advantages: the advantage of each token's trajectory.
         clip_low, clip_high: ε below and above.
-        max_weight: C.
+        importance_cap: C.
         reference_logprobs: log π_ref; needed if ``kl_beta`` is not 0.
     """
     gap = old_logprobs - sampler_logprobs
     full_weight = gap.exp()
-    weight = full_weight.clamp(max=max_weight)
+    weight = full_weight.clamp(max=importance_cap)
     ratio = (logprobs - old_logprobs).exp()
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -90,7 +92,7 @@ def token_loss(
     return TokenLoss(
         loss=loss,
         weight=weight,
-        truncated=full_weight > max_weight,
+        truncated=full_weight > importance_cap,
         clipped=bounded < plain,
         mismatch_kl=k3(gap).detach(),
         reference_kl=reference_kl.detach(),
@@ -98,7 +100,7 @@ def token_loss(
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's estimator of KL(p‖q) from samples of p, with ``log_ratio`` = log q − log p: e^x − 1 − x ≥ 0."""
+    """Schulman's estimator of KL(p‖q) from samples of p: e^x − 1 − x ≥ 0 with x = log q − log p."""
     return log_ratio.exp() - 1.0 - log_ratio
 
 

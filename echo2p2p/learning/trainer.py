@@ -1,8 +1,8 @@
 """The GRPO trainer: groups in, the next policy version out.
 
-One call of :meth:`GRPOTrainer.train` makes one policy version. Given the same state and groups it computes the
-same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. A step whose
-loss or gradient is not finite changes nothing.
+One call of :meth:`GRPOTrainer.train` makes one policy version. Given the same state and groups it computes
+the same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. A step
+whose loss or gradient is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrainerSettings:
         updates_per_step: optimizer updates in one step; the groups are split among them. Above 1 the clip
             matters, and one more forward pass is spent on π_θ_old.
         clip_low, clip_high: ε below and above 1.
-        max_weight: C, the bound on π_learner(θ_old)/π_sampler.
+        importance_cap: C, the bound on π_learner(θ_old)/π_sampler.
         kl_beta: β; 0 keeps no reference policy.
         scale_by_std: divide advantages by the group's standard deviation.
         temperature: at which completions were sampled.
@@ -56,7 +56,7 @@ class TrainerSettings:
     updates_per_step: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.28
-    max_weight: float = 2.0
+    importance_cap: float = 2.0
     kl_beta: float = 0.0
     scale_by_std: bool = True
     temperature: float = 1.0
@@ -158,7 +158,7 @@ class GRPOTrainer:
         tally = _Tally(groups, rows_of(groups, scale_by_std=self.settings.scale_by_std))
         self.steps += 1
         try:
-            skipped = self._update_all(groups, tally)
+            skipped = self._update_all(tally)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._optimizer.zero_grad(set_to_none=True)
             raise OutOfMemory(
@@ -195,7 +195,9 @@ class GRPOTrainer:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
         counters = {"steps": self.steps, "updates": self.updates, "non_finite_steps": self.non_finite_steps}
-        return TrainerState({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, counters)
+        return TrainerState(
+            {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, counters
+        )
 
     def load_state(self, state: TrainerState) -> None:
         """Become what :meth:`state` described. Nothing is changed unless all of it fits.
@@ -218,13 +220,15 @@ class GRPOTrainer:
                 self._optimizer.state[parameter] = {
                     "step": state.tensors[f"optimizer.step.{name}"].clone(),
                     "exp_avg": state.tensors[f"optimizer.exp_avg.{name}"].to(parameter.device, copy=True),
-                    "exp_avg_sq": state.tensors[f"optimizer.exp_avg_sq.{name}"].to(parameter.device, copy=True),
+                    "exp_avg_sq": state.tensors[f"optimizer.exp_avg_sq.{name}"].to(
+                        parameter.device, copy=True
+                    ),
                 }
         self.steps = state.counters["steps"]
         self.updates = state.counters["updates"]
         self.non_finite_steps = state.counters["non_finite_steps"]
 
-    def _update_all(self, groups: Sequence[Group], tally: _Tally) -> str:
+    def _update_all(self, tally: _Tally) -> str:
         rows = tally.rows if self.settings.kl_beta else [row for row in tally.rows if row.advantage]
         if not rows:
             return "no signal"
@@ -252,7 +256,7 @@ class GRPOTrainer:
                 advantages=batch.advantages,
                 clip_low=self.settings.clip_low,
                 clip_high=self.settings.clip_high,
-                max_weight=self.settings.max_weight,
+                importance_cap=self.settings.importance_cap,
                 reference_logprobs=self._reference_logprobs(batch),
                 kl_beta=self.settings.kl_beta,
             )
@@ -295,7 +299,9 @@ class GRPOTrainer:
         for packed in pack(rows, self.settings.micro_batch_tokens):
             batch = collate(packed, self._device)
             logprobs = self._log_softmax(model, batch).gather(-1, batch.targets[:, None]).squeeze(-1)
-            for row, part in zip(packed, logprobs.split([len(row.completion) for row in packed]), strict=True):
+            for row, part in zip(
+                packed, logprobs.split([len(row.completion) for row in packed]), strict=True
+            ):
                 found[id(row)] = part
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def _nucleus(weights: Tensor, top_p: float) -> Tensor:
 
 
 def _left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Ids (prompts, longest), and a mask of their real places; None if all are, which saves building masks."""
+    """Ids (prompts, longest), and a mask of their real places; None if all are real, which is faster."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     if all(len(prompt) == longest for prompt in prompts):
@@ -156,6 +156,6 @@ def _forward(model: nn.Module, ids: Tensor, mask: Tensor | None, cache: Any) -> 
 
 
 @functools.cache
-def _cache_argument(model_class: type[nn.Module]) -> str:
+def _cache_argument(model_class: Hashable) -> str:
     """The name of the cache argument: transformers renames ``past_key_values`` to ``cache``."""
     return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"

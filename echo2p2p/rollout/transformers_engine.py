@@ -107,7 +107,7 @@ class TransformersEngine:
             raise
 
     async def install(self, snapshot: Snapshot, version: int) -> str:
-        """Swap in ``version``; see the protocol. Once begun it is carried out, even if the caller is cancelled."""
+        """Swap in ``version``; see the protocol. Once begun it is finished, even if the caller is cancelled."""
         return await self._run(lambda: self._install(snapshot, version))
 
     async def close(self) -> None:
@@ -131,11 +131,13 @@ class TransformersEngine:
             raise EngineError("no policy version is installed", hint="install a snapshot first")
         for prompt in prompts:
             if not prompt or not all(0 <= token < self._vocabulary for token in prompt):
-                raise EngineError(f"a prompt is empty or has ids outside the vocabulary of {self._vocabulary}")
+                raise EngineError(
+                    f"a prompt is empty or has ids outside the vocabulary of {self._vocabulary}"
+                )
             if len(prompt) + sampling.max_new_tokens > self._max_positions:
                 raise EngineError(
-                    f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the policy's "
-                    f"{self._max_positions} positions",
+                    f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the "
+                    f"policy's {self._max_positions} positions",
                     hint="lower max_new_tokens",
                 )
 
@@ -168,7 +170,9 @@ class TransformersEngine:
     def _collect(self, rows: Rows, batch: Batch, results: list[list[Completion]]) -> None:
         tokens, logprobs = rows.tokens.cpu().tolist(), rows.logprobs.cpu().numpy()
         lengths, stopped = rows.lengths.cpu().tolist(), rows.stopped.cpu().tolist()
-        owners = [index for index, count in zip(batch.prompts, batch.counts, strict=True) for _ in range(count)]
+        owners = [
+            index for index, count in zip(batch.prompts, batch.counts, strict=True) for _ in range(count)
+        ]
         for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
             results[owner].append(
                 Completion(
@@ -203,7 +207,7 @@ class TransformersEngine:
         if incoming.keys() != self._state.keys():
             odd = sorted(incoming.keys() ^ self._state.keys())
             raise EngineError(
-                f"version {version} has other tensors than the model: {', '.join(odd[:4])} ({len(odd)} in all)"
+                f"version {version} has other tensors than the model: {', '.join(odd[:4])} ({len(odd)})"
             )
         for name, tensor in incoming.items():
             mine = self._state[name]
@@ -232,8 +236,8 @@ class TransformersEngine:
 def plan_batches(lengths: Sequence[int], n_samples: int, max_new: int, max_tokens: int) -> Iterator[Batch]:
     """Split the work into batches of at most ``max_tokens`` token places, similar lengths together.
 
-    A batch has at least one row, however long. Samples of one prompt share a batch, and so its prefill, unless
-    they are too many for one.
+    A batch has at least one row, however long. Samples of one prompt share a batch, and so its prefill,
+    unless they are too many for one.
     """
     prompts: list[int] = []
     counts: list[int] = []

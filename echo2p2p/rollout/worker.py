@@ -85,6 +85,7 @@ class Worker:
         self._prompts: deque[Prompt] = deque()
         self._batch_groups = settings.batch_groups
         self._new_head = asyncio.Event()
+        self._advert_changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._not_before = 0.0
 
@@ -112,13 +113,14 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(self._directory.keep_advert(self.advert)),
+                    tasks.create_task(self._directory.keep(self.advert, changed=self._advert_changed)),
                     tasks.create_task(self._follow_versions()),
                     tasks.create_task(self._roll_out()),
                 ]
                 await self._session.run()
                 for task in background:
                     task.cancel()
+            await self._directory.retire(self.advert())
         finally:
             if self._engine is not None:
                 await self._engine.close()
@@ -130,12 +132,12 @@ class Worker:
     # --- what the session hears -----------------------------------------------------------------------
 
     def seal_advert(self) -> bytes:
-        return self._directory.seal_advert(self.advert())
+        return self._directory.seal(self.advert())
 
     def on_active(self, active: bool) -> None:
         self._active = active
         self._events.emit("state", state="active" if active else "standby")
-        self._directory.advert_changed()
+        self._advert_changed.set()
 
     def on_head(self, record: ManifestRecord) -> None:
         if self._head is None or record.version > self._head.version:

@@ -72,12 +72,6 @@ class Pipe:
         on_done: called once, when nothing will move in this pipe any more.
     """
 
-    __slots__ = (
-        "_count", "_delay_s", "_downlink", "_ended", "_eof", "_held", "_in_flight", "_limits", "_loop",
-        "_name", "_on_done", "_pending", "_reader", "_stalled", "_unread", "_unsent", "_uplink", "_want",
-        "_wire", "_writers", "arrived", "at_downlink", "at_uplink", "broken", "corruption", "inbox",
-    )  # fmt: skip
-
     def __init__(
         self,
         uplink: Uplink,

@@ -25,8 +25,7 @@ from echo2p2p.swarm.clock import Clock, SystemClock
 from echo2p2p.swarm.identity import Identity, PeerId
 from echo2p2p.swarm.links import Corruption, LinkLimits, Pipe
 from echo2p2p.swarm.memory_peer import MemoryNetwork, MemoryStream
-from echo2p2p.swarm.records import check
-from echo2p2p.swarm.table import Entry, RecordTable, TableLimits
+from echo2p2p.swarm.records import Record, check
 from echo2p2p.swarm.virtual_time import VirtualClock, VirtualLoop
 
 __all__ = ["MemoryNetwork", "MemoryStream", "MemorySwarm", "MemoryTable"]
@@ -37,7 +36,7 @@ class MemoryTable:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._table = RecordTable(TableLimits())
+        self._held: dict[str, dict[PeerId, tuple[Record, bytes]]] = {}
 
     def store(self, key: str, owner: PeerId, value: bytes, *, expires_unix: float) -> bool:
         """Admit ``value`` under ``key`` and the subkey ``owner``, whoever sends it.
@@ -54,18 +53,31 @@ class MemoryTable:
             raise RecordError(f"a record made for {record.key} was stored under {key}")
         if record.expires_unix != expires_unix:
             raise RecordError(f"record of {owner}: the expiry outside is not the one inside")
-        return self._table.put(key.encode(), Entry(record, value), now_unix=now)
+        live = self._live(key, now)
+        if record.expires_unix <= now:
+            return False
+        if owner in live and live[owner][0].sequence >= record.sequence:
+            return live[owner][1] == value
+        live[owner] = (record, value)
+        return True
 
     def find(self, key: str, *, now_unix: float) -> dict[PeerId, bytes]:
         """The live records under ``key`` that a reader whose date is ``now_unix`` believes."""
         found = {}
-        for owner, entry in self._table.get(key.encode(), now_unix=self._clock.unix()).items():
+        for owner, (_, value) in self._live(key, self._clock.unix()).items():
             try:
-                check(entry.value, owner=owner, now_unix=now_unix)
+                check(value, owner=owner, now_unix=now_unix)
             except RecordError:
                 continue
-            found[owner] = entry.value
+            found[owner] = value
         return found
+
+    def _live(self, key: str, now: float) -> dict[PeerId, tuple[Record, bytes]]:
+        """What stands under ``key``, rid of what has expired."""
+        held = self._held.setdefault(key, {})
+        for owner in [owner for owner, (record, _) in held.items() if record.expires_unix <= now]:
+            del held[owner]
+        return held
 
 
 class MemorySwarm:

@@ -10,6 +10,7 @@ Nothing outside the loop exists for it: no sockets, no threads, no signals.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -60,6 +61,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if timeout is None:
             raise DeadlockError(f"deadlock at {self._now:.3f} s: no timer is set; {_waiting(self)}")
         self._now = max(self._now, self._next_timer())
+        # The loop runs the timers that lie within this of now: here, those of this very instant.
+        self._clock_resolution = 2 * math.ulp(self._now)
         if self._now > self._limit_s:
             self._limit_s = float("inf")
             raise LivelockError(f"not done after {self._now:.0f} s of virtual time; {_waiting(self)}")

@@ -41,7 +41,7 @@ def headline(history: RunHistory) -> list[Figure]:
 
 
 def status(history: RunHistory) -> str:
-    """finished, under way or not started; a log cannot tell a run that is under way from one that was killed."""
+    """Finished, under way or not started; a log cannot tell a run under way from one that was killed."""
     if history.finished is not None:
         return "finished"
     return "under way, or ended without a word" if history.started else "not started"
@@ -103,7 +103,7 @@ def _workers(history: RunHistory) -> Figure:
 def _broadcast(history: RunHistory) -> Figure:
     times = [version.t_bcast_s for version in history.versions if not math.isnan(version.t_bcast_s)]
     published = len(history.versions)
-    note = f"median of {len(times)}; {published} published"
+    note = f"median of {len(times)}; {published} published" if published else "nothing published yet"
     return Figure("T_bcast", human_seconds(float(np.median(times))) if times else "–", note)
 
 

@@ -28,6 +28,8 @@ class RunHistory:
         steps: numbers of the steps that count, ascending; int64, shape (n,).
         columns: one float array of shape (n,) for each of :data:`STEP_COLUMNS`, NaN where unknown.
         spend_usd, all_on_usd: cumulative over resumes; shape (n,).
+        staleness_max: the oldest token ever trained, in versions, also by steps that were taken back; NaN
+            before the first step.
         staleness_tokens: tokens trained on, by staleness.
         dropped: groups dropped by reason, over the whole run.
         refused: groups refused at admission, by reason.
@@ -48,6 +50,7 @@ class RunHistory:
     columns: Mapping[str, np.ndarray]
     spend_usd: np.ndarray
     all_on_usd: np.ndarray
+    staleness_max: float
     staleness_tokens: Mapping[int, float]
     dropped: Mapping[str, float]
     refused: Mapping[str, int]
@@ -66,13 +69,6 @@ class RunHistory:
     def window(self) -> float:
         """S, in versions; NaN if the log does not say."""
         return number(self.started.get("staleness"))
-
-    @property
-    def staleness_max(self) -> float:
-        """The oldest token that was trained, in versions; NaN before the first step."""
-        seen = self.columns["staleness_max"]
-        reported = [float(v) for v in seen[~np.isnan(seen)]] + [float(s) for s in self.staleness_tokens]
-        return max(reported, default=math.nan)
 
     @property
     def bubble_ratio(self) -> float:
@@ -117,6 +113,7 @@ def freeze(state: RunState) -> RunHistory:
         columns={name: table[:, i] for i, name in enumerate(STEP_COLUMNS)},
         spend_usd=state.spend.series(order),
         all_on_usd=state.all_on.series(order),
+        staleness_max=state.oldest,
         staleness_tokens=dict(sorted(staleness.items())),
         dropped={reason: counter.total for reason, counter in sorted(state.drops.items())},
         refused=dict(sorted(state.refused.items())),

@@ -27,14 +27,14 @@ _STYLE = """
   --muted: #95a2af; --grid: #2c3641; --blue: #6c9cf0; --teal: #35c0ac; --amber: #f0ad43; --red: #f07178;
   --grey: #5f6b77; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1rem 3rem; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1rem 3rem; background: var(--back);
+  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: .95rem; margin: 0 0 .6rem; }
 p { margin: .2rem 0; } .muted { color: var(--muted); } small { color: var(--muted); font-size: .8rem; }
 .grid { display: grid; gap: .8rem; margin-top: .8rem; }
-.cards { grid-template-columns: repeat(auto-fit, minmax(min(100%, 15rem), 1fr)); }
-.panels { grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+.cards { grid-template-columns: repeat(auto-fit, minmax(max(10rem, 23%), 1fr)); }
+.panels { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .box { background: var(--paper); border: 1px solid var(--grid); border-radius: .6rem; padding: .8rem 1rem;
   min-width: 0; }
 .box b { display: block; font-size: 1.45rem; line-height: 1.35; font-weight: 600; }
@@ -44,7 +44,8 @@ table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--grid);
   white-space: nowrap; }
 th { color: var(--muted); font-weight: 500; } tr:last-child td { border-bottom: 0; }
-td.n, th.n { text-align: right; } td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
+td.n, th.n { text-align: right; } td.when { width: 1%; color: var(--muted); }
+td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 .active { color: var(--teal); } .gone { color: var(--muted); }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -161,7 +162,7 @@ def _story(history: RunHistory) -> str:
     if not history.notable:
         return _box("What happened", "<p class=muted>Nothing yet.</p>")
     rows = "".join(
-        f"<tr><td class=n>{escape(human_seconds(t))}<td class=wrap>{escape(text)}</tr>"
+        f'<tr><td class="n when">{escape(human_seconds(t))}<td class=wrap>{escape(text)}</tr>'
         for t, text in history.notable[-MAX_STORY:]
     )
     title = (

@@ -229,6 +229,7 @@ def workers(figure: Any, history: RunHistory) -> None:
     axes.set_yticks(range(len(shown)), names)
     axes.set_ylim(max(len(shown), 4) - 0.4, -0.6)
     axes.set_xlim(0, reach * 1.62)
+    axes.xaxis.get_major_locator().set_params(nbins=5)
     for state, colour in (("active", TEAL), ("standby", GREY), ("gone", GRID)):
         axes.bar(0, 0, color=colour, label=state)
     if more := len(history.workers) - len(shown):
@@ -300,6 +301,7 @@ def _empty(axes: Any, text: str) -> None:
     axes.grid(visible=False)
     axes.set_xticks([])
     axes.set_yticks([])
+    axes.spines[:].set_color(GRID)
     axes.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=10, transform=axes.transAxes)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echo2p2p.errors import OutOfDisk
 from echo2p2p.telemetry.headline import headline, status
@@ -59,18 +60,16 @@ def draw_figure(history: RunHistory) -> bytes:
     columns = 4
     rows = -(-len(PANELS) // columns)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * columns, 4.0 * rows + 1.0), dpi=110, layout="constrained")
+        figure: Any = Figure(figsize=(5.2 * columns, 4.0 * rows + 1.0), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         top, body = figure.subfigures(2, 1, height_ratios=[1.0, 4.0 * rows])
+        cells = body.subfigures(rows, columns, wspace=0.04, hspace=0.05).flat
         title = ascii_only(history.run, 130) or "unnamed run"
         top.text(0.008, 0.62, title, fontsize=15, fontweight="bold", va="center")
         figures = (f"{each.label}: {each.value}" for each in headline(history) if each.value != "–")
-        top.text(
-            0.008, 0.2, "   ·   ".join((status(history), *figures)), fontsize=10, color=MUTED, va="center"
-        )
-        for (name, draw), cell in zip(
-            PANELS, body.subfigures(rows, columns, wspace=0.04, hspace=0.05).flat, strict=False
-        ):
+        line = "   ·   ".join((status(history), *figures))
+        top.text(0.008, 0.2, line, fontsize=10, color=MUTED, va="center")
+        for (name, draw), cell in zip(PANELS, cells, strict=False):
             cell.suptitle(name, x=0.03, ha="left", fontsize=11, fontweight="bold", color=INK)
             draw(cell, history)
         buffer = io.BytesIO()

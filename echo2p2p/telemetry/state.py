@@ -126,6 +126,8 @@ class RunState:
         self.staleness: dict[int, dict[int, float]] = {}
         """{step: {staleness: tokens}}."""
         self.skipped: set[int] = set()
+        self.oldest = math.nan
+        """The oldest token ever trained, in versions; also of steps that a resume took back."""
         self._active: set[str] = set()
         self._past_s = 0.0
         self._t = 0.0
@@ -226,6 +228,8 @@ class RunState:
         histogram = event.get("staleness_hist")
         items = histogram.items() if isinstance(histogram, dict) else ()
         self.staleness[step] = {int(key): amount(n) for key, n in items if key.isdecimal() and len(key) < 10}
+        ages = [number(event.get("staleness_max")), *map(float, self.staleness[step]), self.oldest]
+        self.oldest = max((age for age in ages if not math.isnan(age)), default=math.nan)
         self.skipped.discard(step)
         if event.get("skipped") is True:
             self.skipped.add(step)

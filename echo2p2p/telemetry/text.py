@@ -48,7 +48,7 @@ def human_bytes(count: float) -> str:
 def human_seconds(seconds: float) -> str:
     """A duration such as ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
     if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.0f} s"
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
@@ -57,4 +57,6 @@ def human_seconds(seconds: float) -> str:
 
 def human_usd(amount: float) -> str:
     """Dollars, with as many digits as small sums need."""
-    return f"${amount:,.2f}" if abs(amount) >= 1 or amount == 0 else f"${amount:.3g}"
+    if abs(amount) >= 1 or amount == 0:
+        return f"${amount:,.2f}"
+    return f"${amount:.3f}" if abs(amount) >= 0.01 else f"${amount:.2g}"

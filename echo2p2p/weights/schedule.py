@@ -99,7 +99,7 @@ class Schedule:
         return chunk in self._open[source]
 
     def take(self, source: PeerId, limit: int) -> dict[bool, list[int]]:
-        """Up to ``limit`` queued chunks to ask ``source`` for, now open; by whether it shall wait for them."""
+        """Up to ``limit`` queued chunks to ask ``source`` for, now open; by whether it shall wait."""
         asked: dict[bool, list[int]] = {}
         queue = self._queues[source]
         while queue and limit > 0:
@@ -189,7 +189,7 @@ class Schedule:
             self._unobtainable.add(chunk)
 
     def _route(self, chunk: int) -> Iterator[tuple[PeerId, bool]]:
-        """The sources of ``chunk`` in the order in which they are asked, and whether they are asked to wait."""
+        """The sources of ``chunk`` in the order in which they are asked, and whether each shall wait."""
         order = list(self._plan.order(chunk))
         place = order.index(self._me) if self._me in order else len(order)
         before, after = order[:place], order[place + 1 :]

@@ -55,7 +55,7 @@ class ChunkStore(Protocol):
         ...
 
     def prune(self, keep_versions: int) -> None:
-        """Forget all but the newest ``keep_versions`` (≥ 1) versions, and every chunk that none of them needs."""
+        """Forget all but the newest ``keep_versions`` (≥ 1) versions, and chunks that none of them needs."""
         ...
 
     def trusted(self) -> Trusted:

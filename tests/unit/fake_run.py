@@ -1,4 +1,4 @@
-"""Event logs of runs that never were: a learner with a pool of workers, as plausible as a run looks from outside."""
+"""Event logs of runs that never were: a learner with a pool of workers, seen from outside."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ def peer_id(index: int) -> str:
 
 
 class FakeRun:
-    """Emits what a learner would. ``workers``: how many there are; the log goes to ``path`` (None: nowhere)."""
+    """Emits what a learner would, with ``workers`` workers, to the log at ``path`` (None: nowhere)."""
 
     def __init__(self, path: Path | None, *, workers: int = 6, seed: int = 0, max_steps: int = 60) -> None:
         self.clock = FakeClock()

@@ -103,8 +103,8 @@ class SocketStream:
         self._closing = True
         try:
             async with asyncio.timeout(self._limits.linger_s):
-                # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote. So say
-                # that no more comes, and read until p2pd, having sent everything on, closes its end.
+                # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote.
+                # So say that no more comes, and read until p2pd, having sent everything on, closes its end.
                 if not self._writer.transport.is_closing():
                     self._writer.write_eof()
                 while await self._reader.read(_SLICE_BYTES):

@@ -77,12 +77,14 @@ class Admission:
             expires_unix: the expiry under which the table holds it.
 
         Raises:
-            RecordError: it is not its owner's, not for this key or expiry, expired, or has no owner as subkey.
+            RecordError: it is not its owner's, not for this key or expiry, expired, or without an owner.
         """
         try:
             owner = msgspec.msgpack.decode(subkey, type=str)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise RecordError("a record without an owner as its subkey") from None
+        if not isinstance(value, bytes):  # inside a dictionary of hivemind's it can be anything
+            raise RecordError(f"record of {owner[:64]} is no bytes")
         entry = self._verified.get((owner, value))
         if entry is None:
             entry = Entry(check(value, owner=owner, now_unix=now_unix), value)

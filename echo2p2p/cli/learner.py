@@ -1,0 +1,94 @@
+"""``echo2p2p learner``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from echo2p2p.cli.options import print_settings, resolve, settings_options, swarm_options
+
+
+def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value is None or value == "latest" or value.isdigit():
+        return value
+    raise click.BadParameter(f"{value!r} is neither 'latest' nor a step")
+
+
+@click.command("learner")
+@settings_options
+@swarm_options
+@click.option("--name", help="Name of the run; it becomes NAME@LEARNER_PEER_ID.")
+@click.option("--policy", type=click.Path(file_okay=False, path_type=Path), help="Hugging Face folder to start from.")
+@click.option("--steps", type=int, help="Training steps.")
+@click.option("--resume", callback=_resume, metavar="latest|STEP", help="Go on from a checkpoint of the run folder.")
+@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.  [runs/NAME]")
+@click.option("--plain", is_flag=True, help="One line now and then instead of the live view.")
+@click.option("-v", "--verbose", count=True, help="Say more; repeatable.")
+def command(
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    name: str | None,
+    policy: Path | None,
+    steps: int | None,
+    resume: str | None,
+    run_dir: Path | None,
+    plain: bool,
+    verbose: int,
+    **swarm: Any,
+) -> None:
+    """Train a policy with rollouts from the swarm.
+
+    Publishes versions, leases prompts to the cheapest workers that keep it busy, and trains only on what is
+    inside the staleness window. Stopped with Ctrl-C, it writes a checkpoint; --resume latest goes on from it.
+    """
+    settings = resolve(
+        files,
+        overrides,
+        swarm,
+        learner={"steps": steps},
+        policy={"path": policy},
+        **{"": {"name": name, "run_dir": run_dir}},
+    )
+    if dry_run:
+        print_settings(settings)
+        return
+    import os
+    import sys
+
+    from echo2p2p.cli.run import join_line, run_role, setup_logging
+    from echo2p2p.roles import run_learner
+    from echo2p2p.rundir import RunDir
+    from echo2p2p.telemetry.events import EventLog
+    from echo2p2p.telemetry.live import LiveView, wants_plain
+
+    setup_logging(verbose)
+    place = RunDir.open(settings.run_dir or Path("runs") / settings.name)
+
+    def joined(network: Any) -> None:
+        click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {join_line(network)}")
+        click.echo("workers join with this line; stop with Ctrl-C", err=True)
+
+    def watch(events: EventLog) -> Any:
+        view = LiveView(events, plain=plain or wants_plain(sys.stderr, os.environ))
+        view.__enter__()
+        return _Closing(view)
+
+    finished = run_role(
+        lambda stop: run_learner(settings, place, resume=resume, stop=stop, joined=joined, watch=watch)
+    )
+    report = f"echo2p2p report {place.path}"
+    click.echo(
+        f"the run is finished; draw it with: {report}" if finished else "stopped; go on with --resume latest",
+        err=True,
+    )
+
+
+class _Closing:
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def close(self) -> None:
+        self._view.__exit__(None, None, None)

@@ -1,0 +1,105 @@
+"""Options that several commands share, and how they become settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rich_click as click
+
+from echo2p2p.config import Settings, load, to_toml
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SWARM_KEYS = ("initial_peers", "host_maddrs", "announce_maddrs", "identity_path", "use_relay", "use_auto_relay")
+
+
+def swarm_options(command: F) -> F:
+    """``--initial-peers`` and its siblings, in hivemind's words; underscores are accepted too."""
+    for option in reversed(
+        [
+            click.option(
+                "--initial-peers", "--initial_peers", multiple=True, metavar="MADDR",
+                help="Bootstrap peers to join through, each ending in /p2p/ID. Repeatable, or separated by commas.",
+            ),
+            click.option(
+                "--host-maddrs", "--host_maddrs", multiple=True, metavar="MADDR",
+                help="Addresses to listen on, such as /ip4/0.0.0.0/tcp/31337. Repeatable.",
+            ),
+            click.option(
+                "--announce-maddrs", "--announce_maddrs", multiple=True, metavar="MADDR",
+                help="Addresses to announce, where others see different ones than this machine.",
+            ),
+            click.option(
+                "--identity-path", "--identity_path", type=click.Path(dir_okay=False, path_type=Path),
+                help="Identity file (Ed25519); made if it does not exist.",
+            ),
+            click.option("--use-relay/--no-use-relay", default=None, help="Reach peers behind NATs through relays."),
+            click.option(
+                "--use-auto-relay", is_flag=True, default=None, help="Be reachable through a relay behind a NAT."
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def settings_options(command: F) -> F:
+    """``--config``, ``--set`` and ``--dry-run``."""
+    for option in reversed(
+        [
+            click.option(
+                "--config", "-c", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path),
+                help="Settings (TOML). Repeatable; later files win.",
+            ),
+            click.option(
+                "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+                help="One setting, such as learner.staleness=4. Repeatable; wins over files.",
+            ),
+            click.option("--dry-run", is_flag=True, help="Print the settings as resolved, and stop."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
+
+
+def resolve(
+    files: tuple[Path, ...], overrides: tuple[str, ...], swarm: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Settings:
+    """Settings from files, environment and the command line, which wins.
+
+    Args:
+        swarm: the values of :func:`swarm_options`; what was not given is left alone.
+        sections: further settings from a command's own options, by section.
+
+    Raises:
+        SettingsError: as :func:`echo2p2p.config.load`.
+    """
+    given = list(overrides)
+    sections = {"swarm": {key: (swarm or {}).get(key) for key in _SWARM_KEYS}, **sections}
+    for section, values in sections.items():
+        for key, value in values.items():
+            if value is None or value == ():
+                continue
+            if isinstance(value, tuple):
+                value = [part for item in value for part in item.split(",") if part]
+            given.append(f"{section}.{key}={_toml_value(value)}" if section else f"{key}={_toml_value(value)}")
+    return load(files, given)
+
+
+def print_settings(settings: Settings) -> None:
+    """The answer to ``--dry-run``."""
+    click.echo(to_toml(settings), nl=False)
+
+
+def _toml_value(value: Any) -> str:
+    import tomli_w
+
+    if isinstance(value, Path):
+        value = str(value)
+    return tomli_w.dumps({"v": value}).partition("=")[2].strip()

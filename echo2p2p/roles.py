@@ -1,0 +1,375 @@
+"""Real nodes, put together from settings: a bootstrap peer, a learner, a worker on the hivemind network.
+
+The roles themselves take their network, clock, store and engine as arguments; this is the one place that
+decides which. The command line calls it, and so can any program::
+
+    await run_worker(load([Path("worker.toml")]), "my-run@12D3KooW…", RunDir.open(Path("worker")), stop=stop)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from echo2p2p._version import __version__
+from echo2p2p.config import Settings
+from echo2p2p.data.task import make_task
+from echo2p2p.errors import SettingsError
+from echo2p2p.rundir import RunDir
+from echo2p2p.swarm.clock import SystemClock
+from echo2p2p.swarm.directory import Directory
+from echo2p2p.swarm.identity import Identity
+from echo2p2p.swarm.records import Keys, WorkerAdvert
+from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.store import DiskStore
+
+if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take seconds
+    from collections.abc import AsyncIterator
+
+    from echo2p2p.data.scoring import TaskScorer
+    from echo2p2p.data.work import TaskSpec
+    from echo2p2p.learning.checkpoint import Checkpoint
+    from echo2p2p.learning.trainer import GRPOTrainer
+    from echo2p2p.rollout.engine import InferenceEngine
+    from echo2p2p.rollout.transformers_engine import TransformersEngine
+    from echo2p2p.swarm.hivemind import HivemindNetwork
+
+SEED_POLICY = Path(__file__).parent / "seed_policy"
+ASSET_NAMES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""The files of a policy folder that every worker needs, and gets from the learner, besides the weights."""
+
+Joined = Callable[["HivemindNetwork"], None]
+
+
+@asynccontextmanager
+async def join(settings: Settings, identity_path: Path) -> AsyncIterator[HivemindNetwork]:
+    """This node's place in the swarm, for the duration of the context. Raises JoinError."""
+    from echo2p2p.swarm.hivemind import HivemindNetwork
+
+    swarm = settings.swarm
+    network = await HivemindNetwork.join(
+        identity_path,
+        initial_peers=swarm.initial_peers,
+        host_maddrs=swarm.host_maddrs,
+        announce_maddrs=swarm.announce_maddrs,
+        use_relay=swarm.use_relay,
+        use_auto_relay=swarm.use_auto_relay,
+        startup_timeout_s=swarm.startup_timeout_s,
+    )
+    try:
+        yield network
+    finally:
+        await network.close()
+
+
+async def run_bootstrap(settings: Settings, run_dir: RunDir, *, stop: asyncio.Event, joined: Joined) -> None:
+    """Be a door to the swarm until ``stop``.
+
+    Args:
+        joined: called once, with the network, when others can join.
+    """
+    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+        events = EventLog(run_dir.events, role="bootstrap", peer=network.peer_id, clock=network.clock)
+        joined(network)
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(network.wait_failed()),
+                tasks.create_task(_count_peers(network, events)),
+            ]
+            await stop.wait()
+            for task in background:
+                task.cancel()
+        events.close()
+
+
+async def run_learner(
+    settings: Settings,
+    run_dir: RunDir,
+    *,
+    resume: str | None,
+    stop: asyncio.Event,
+    joined: Joined,
+    watch: Callable[[EventLog], Any] | None = None,
+) -> bool:
+    """Train until the run is finished or ``stop`` is set; returns whether it is finished.
+
+    Args:
+        resume: ``latest``, a step, or None for a new run.
+        watch: called with the event log before anything happens; what it returns is closed at the end.
+
+    Raises:
+        SettingsError: the policy or the task is unusable, or there is a checkpoint and ``resume`` is None.
+        VerificationError: the checkpoint is damaged.
+    """
+    checkpoint = await asyncio.to_thread(_find_checkpoint, run_dir, resume)
+    scorer, trainer, engine = await asyncio.to_thread(_load_policy, settings, checkpoint)
+
+    from echo2p2p.data.trajectory import Sampling
+    from echo2p2p.learning.learner import Learner, LearnerState
+    from echo2p2p.learning.training import ThreadTrainer
+    from echo2p2p.rollout.evaluation import Evaluator
+    from echo2p2p.weights.publisher import WeightPublisher
+
+    options = settings.learner
+    sampling = Sampling(options.temperature, options.top_p, options.max_new_tokens)
+    run_dir.write_settings(settings)
+    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+        run = f"{settings.name}@{network.peer_id}"
+        store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
+        events = EventLog(run_dir.events, role="learner", peer=network.peer_id, clock=network.clock)
+        watching = watch(events) if watch else None
+        threads = ThreadTrainer(trainer, run_dir.checkpoints, keep=options.checkpoints_kept)
+        publisher = WeightPublisher(
+            network,
+            run,
+            store,
+            chunk_bytes=settings.weights.chunk_kib * 1024,
+            keep_versions=settings.weights.keep_versions,
+        )
+        learner = Learner(
+            network,
+            run,
+            settings,
+            trainer=threads,
+            scorer=scorer,
+            publisher=publisher,
+            directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
+            assets=_read_assets(settings.policy.path or SEED_POLICY),
+            events=events,
+            evaluate=Evaluator(
+                engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
+            ),
+            state=msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState) if checkpoint else None,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(network.wait_failed()),
+                    tasks.create_task(_on_set(stop, learner.stop)),
+                ]
+                joined(network)
+                finished = await learner.run()
+                for task in background:
+                    task.cancel()
+            return finished
+        finally:
+            threads.close()
+            await engine.close()
+            await publisher.close()
+            if watching is not None:
+                watching.close()
+            events.close()
+
+
+async def run_worker(
+    settings: Settings, run: str, run_dir: RunDir, *, stop: asyncio.Event, joined: Joined
+) -> None:
+    """Roll out for ``run`` until it is finished or ``stop`` is set.
+
+    Raises:
+        TurnedAway: the learner refuses this worker for good.
+        FingerprintMismatch: the engine does not hold what was installed.
+    """
+    Keys(run)
+    # The engine's libraries load while the node joins, not when the first version is waiting.
+    await asyncio.to_thread(_import_engine)
+
+    from echo2p2p.rollout.worker import Worker
+    from echo2p2p.weights.subscriber import WeightSubscriber
+
+    run_dir.write_settings(settings)
+    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+        store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
+        events = EventLog(run_dir.events, role="worker", peer=network.peer_id, clock=network.clock)
+        subscriber = WeightSubscriber(network, run, store, keep_versions=settings.weights.keep_versions)
+        worker = Worker(
+            network,
+            run,
+            settings.worker,
+            describe=await asyncio.to_thread(describe, settings),
+            subscriber=subscriber,
+            directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
+            build=lambda task, assets: asyncio.to_thread(_build_engine, settings, run_dir, task, assets),
+            events=events,
+            rng=random.Random(settings.seed ^ hash(network.peer_id)),
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(network.wait_failed()),
+                    tasks.create_task(_on_set(stop, worker.stop)),
+                ]
+                joined(network)
+                await worker.run()
+                for task in background:
+                    task.cancel()
+        finally:
+            await subscriber.close()
+            events.close()
+
+
+def describe(settings: Settings) -> WorkerAdvert:
+    """What a worker with these settings announces; what they leave open is taken from the machine."""
+    from echo2p2p.rollout.inventory import look
+
+    here = look()
+    worker = settings.worker
+    speed = worker.tokens_per_s or worker.limit_tokens_per_s or here.tokens_per_s
+    return WorkerAdvert(
+        gpu=worker.gpu or here.gpu,
+        gpu_count=here.gpu_count,
+        gpu_memory_gib=here.memory_gib,
+        upload_mbit=worker.upload_mbit,
+        download_mbit=worker.download_mbit,
+        price_per_hour=worker.price_per_hour,
+        tokens_per_s=speed,
+        version=-1,
+        engine=worker.engine,
+        state="standby",
+        software=__version__,
+    )
+
+
+def identity_of(settings: Settings, run_dir: RunDir) -> Identity:
+    """The identity that a node with these settings has in this folder."""
+    return Identity.load_or_create(settings.swarm.identity_path or run_dir.identity)
+
+
+def torch_device(wanted: str) -> str:
+    """``auto`` resolved: CUDA where there is a GPU, the CPU elsewhere."""
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
+    from echo2p2p.learning.checkpoint import load, load_latest
+
+    root = run_dir.checkpoints
+    if resume is None:
+        if root.is_dir() and any(root.glob("step-*")):
+            raise SettingsError(
+                f"{run_dir.path} holds checkpoints of an earlier run",
+                hint="go on with --resume latest, or name another folder with --run-dir",
+            )
+        return None
+    if resume != "latest":
+        folder = root / f"step-{int(resume):012d}"
+        if not folder.is_dir():
+            raise SettingsError(f"there is no checkpoint of step {resume} under {root}")
+        return load(folder)
+    checkpoint, _ = load_latest(root)
+    if checkpoint is None:
+        raise SettingsError(f"there is no checkpoint under {root}", hint="leave --resume out to start a run")
+    return checkpoint
+
+
+def _load_policy(
+    settings: Settings, checkpoint: Checkpoint | None
+) -> tuple[TaskScorer, GRPOTrainer, TransformersEngine]:
+    """The blocking part of a learner's start: task, trainer and the engine that evaluates."""
+    from echo2p2p.data.policy import DTYPES
+    from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
+    from echo2p2p.rollout.transformers_engine import TransformersEngine
+
+    folder = settings.policy.path or SEED_POLICY
+    device = torch_device(settings.policy.device)
+    options, optimizer = settings.learner, settings.learner.optimizer
+    dtype = settings.policy.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    trainer = GRPOTrainer(
+        folder,
+        TrainerSettings(
+            learning_rate=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            warmup_steps=optimizer.warmup_steps,
+            max_grad_norm=optimizer.max_grad_norm,
+            clip_low=optimizer.clip_low,
+            clip_high=optimizer.clip_high,
+            max_weight=optimizer.importance_cap,
+            kl_beta=optimizer.kl_beta,
+            temperature=options.temperature,
+            micro_batch_tokens=optimizer.micro_batch_tokens,
+            compute_dtype=dtype,
+            publish_dtype=dtype,
+            device=device,
+            threads=options.threads or None,
+        ),
+    )
+    if checkpoint is not None:
+        trainer.load_state(checkpoint.trainer)
+    engine = TransformersEngine(
+        folder, device=device, dtype=DTYPES[dtype], threads=options.threads or None
+    )
+    task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
+    return _scorer(folder, task), trainer, engine
+
+
+def _build_engine(
+    settings: Settings, run_dir: RunDir, task: TaskSpec, assets: Mapping[str, bytes]
+) -> tuple[InferenceEngine, TaskScorer]:
+    """Unpack the run's pinned policy files and make engine and scorer of them. Blocks."""
+    from echo2p2p.rollout.transformers_engine import TransformersEngine
+
+    run_dir.policy.mkdir(exist_ok=True)
+    for name in ASSET_NAMES:
+        if name in assets:
+            (run_dir.policy / name).write_bytes(assets[name])
+        else:
+            (run_dir.policy / name).unlink(missing_ok=True)
+    engine = TransformersEngine(
+        run_dir.policy,
+        device=torch_device(settings.worker.device),
+        threads=settings.worker.threads or None,
+    )
+    return engine, _scorer(run_dir.policy, make_task(task.name, seed=task.seed, options=task.options))
+
+
+def _scorer(folder: Path, task: Any) -> TaskScorer:
+    from echo2p2p.data.policy import load_config
+    from echo2p2p.data.scoring import TaskScorer
+    from echo2p2p.data.tokens import PolicyTokenizer
+
+    return TaskScorer(task, PolicyTokenizer(folder), int(load_config(folder).vocab_size))
+
+
+def _read_assets(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ASSET_NAMES if (folder / name).is_file()}
+
+
+def _import_engine() -> None:
+    import echo2p2p.rollout.transformers_engine
+    import echo2p2p.swarm.hivemind  # noqa: F401 - importing is the point
+
+
+async def _on_set(event: asyncio.Event, call: Callable[[], None]) -> None:
+    await event.wait()
+    call()
+
+
+async def _count_peers(network: HivemindNetwork, events: EventLog) -> None:
+    while True:
+        events.emit("peers", count=len(await network.peers()))
+        await asyncio.sleep(60)
+
+
+__all__ = ["describe", "identity_of", "join", "run_bootstrap", "run_learner", "run_worker", "SystemClock"]

@@ -1,0 +1,77 @@
+"""The folder of one node: its identity, settings, events, chunks and checkpoints, used by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from echo2p2p.config import Settings, to_toml
+from echo2p2p.errors import SettingsError
+
+
+class RunDir:
+    """A locked run folder. The lock goes with the process, whatever ends it."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """Make the folder if need be, and take it.
+
+        Raises:
+            SettingsError: it cannot be made, or another process works in it.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / "lock").open("w")
+        except OSError as error:
+            raise SettingsError(f"run folder {path} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise SettingsError(
+                f"run folder {path} is in use by another process", hint="name another one with --run-dir"
+            ) from None
+        return cls(path, lock)
+
+    @classmethod
+    def first_free(cls, stem: Path) -> RunDir:
+        """``stem``, or ``stem-2``, ``stem-3``, … where those before are in use."""
+        for number in range(1, 1000):
+            try:
+                return cls.open(stem if number == 1 else stem.with_name(f"{stem.name}-{number}"))
+            except SettingsError as error:
+                if "in use" not in error.message:
+                    raise
+        raise SettingsError(f"{stem} and its 999 siblings are all in use")
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def identity(self) -> Path:
+        return self.path / "identity.key"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def policy(self) -> Path:
+        """Where a worker unpacks the run's pinned policy files."""
+        return self.path / "policy"
+
+    def write_settings(self, settings: Settings) -> None:
+        (self.path / "config.resolved.toml").write_text(to_toml(settings), encoding="utf-8")
+
+    def close(self) -> None:
+        self._lock.close()

@@ -1,0 +1,46 @@
+"""A trainer that is modelled by the duration of its step; its policy is a counter in a small tensor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from echo2p2p.data.trajectory import Group
+from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
+
+
+class ModelledTrainer:
+    """Takes ``t_train_s`` a step. Its snapshots have ``snapshot_bytes`` bytes, all different in every version.
+
+    Attributes:
+        trained: prompt indices, in the order in which they were trained.
+        checkpoints: (step, learner state) of every save.
+    """
+
+    def __init__(self, *, t_train_s: float, snapshot_bytes: int) -> None:
+        self._t_train_s = t_train_s
+        self._snapshot_bytes = snapshot_bytes
+        self.step = 0
+        self.trained: list[int] = []
+        self.checkpoints: list[tuple[int, bytes]] = []
+
+    async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
+        await asyncio.sleep(self._t_train_s)
+        self.step += 1
+        self.trained.extend(group.index for group in groups)
+        rewards = np.concatenate([group.rewards() for group in groups])
+        return {
+            "reward_mean": float(rewards.mean()),
+            "tokens": sum(group.n_tokens for group in groups),
+            "groups": len(groups),
+        }
+
+    async def snapshot(self) -> Snapshot:
+        layout = Layout((TensorSpec("policy", "uint8", (self._snapshot_bytes,), 0, self._snapshot_bytes),), {})
+        return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes))
+
+    async def save(self, step: int, learner_state: bytes) -> None:
+        self.checkpoints.append((step, learner_state))

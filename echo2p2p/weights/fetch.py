@@ -1,0 +1,300 @@
+"""Brings one version here: lanes to all its sources at once, every chunk verified, passed on and stored.
+
+Guarantees:
+
+* The buffer holds only verified chunks; a chunk can be forwarded the moment it is in the buffer, and is
+  written to the store behind that. A fetch that was cut off goes on from what the store has.
+* A source that is absent, slow, stalled or lying costs time: what it owes is asked from others, from the
+  learner last.
+* A fetch ends: with everything, or with an error that names what is missing and who was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+from echo2p2p.errors import (
+    ChunkError,
+    DeadlineExceeded,
+    Echo2p2pError,
+    PeerUnreachable,
+    SwarmError,
+)
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.network import Network
+from echo2p2p.weights.holding import Holding, set_within
+from echo2p2p.weights.lane import FetchLimits, Lane, get_blob
+from echo2p2p.weights.manifest import Asset
+from echo2p2p.weights.plan import relay_plan
+from echo2p2p.weights.schedule import Schedule
+from echo2p2p.weights.standing import Standing
+from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.wire import GetBlob
+
+_STORE_QUEUE = 1024
+"""Chunks that may wait for the disk before the lanes wait for it too."""
+_STORE_BATCH = 32
+_NAMED = 5
+"""Chunks and sources that an error names before it only counts."""
+
+
+class Fetch:
+    """The fetch of one version into ``buffer``, which is the buffer of ``holding`` too.
+
+    Attributes:
+        bytes_from_learner, bytes_from_peers: chunk bytes that came over the network.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        store: ChunkStore,
+        learner: PeerId,
+        version: str,
+        holding: Holding,
+        buffer: bytearray,
+        standing: Standing,
+        limits: FetchLimits,
+    ) -> None:
+        self._network = network
+        self._clock = network.clock
+        self._store = store
+        self._learner = learner
+        self._version = version
+        self._holding = holding
+        self._manifest = holding.manifest
+        self._buffer = buffer
+        self._standing = standing
+        self._limits = limits
+        self._lanes: dict[PeerId, Lane] = {}
+        self._tasks: dict[PeerId, asyncio.Task[None]] = {}
+        self._to_store: asyncio.Queue[int | None] = asyncio.Queue(_STORE_QUEUE)
+        self._all_here = asyncio.Event()
+        self._asked: set[PeerId] = set()
+        self._last_chunk_s = self._clock.monotonic()
+        self.bytes_from_learner = 0
+        self.bytes_from_peers = 0
+
+    async def run(self) -> dict[str, bytes]:
+        """Fetch what is missing; returns the assets by name. Every chunk is in the store afterwards.
+
+        Raises:
+            PeerUnreachable: nobody is left to be asked for something.
+            DeadlineExceeded: nothing came from anybody for ``starved_s``.
+            OutOfDisk, ResourceError: the store could not keep a chunk.
+        """
+        here = await self._clock.offload(self._load_from_store)
+        for index in here:
+            self._holding.add(index)
+        members = self._manifest.members
+        self._schedule = Schedule(
+            self._manifest.n_chunks,
+            relay_plan(self._manifest.n_chunks, members),
+            me=self._network.peer_id,
+            learner=self._learner,
+            have=here,
+            suspects=self._standing.suspects(),
+            banned=self._standing.banned,
+        )
+        self._last_chunk_s = self._clock.monotonic()
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                storing = self._group.create_task(self._write_to_store())
+                fetching_assets = self._group.create_task(self._fetch_assets())
+                self._open_lanes()
+                await self._watch()
+                for task in self._tasks.values():
+                    task.cancel()
+                await self._to_store.put(None)
+                await storing
+                assets = await fetching_assets
+        except BaseExceptionGroup as group:
+            raise _cause(group) from None
+        return assets
+
+    def _load_from_store(self) -> list[int]:
+        """Copy what the store already has into the buffer: an earlier try, or chunks that did not change."""
+        here = []
+        for index in range(self._manifest.n_chunks):
+            start, end = self._manifest.chunk_span(index)
+            data = self._store.get(self._manifest.chunk_digest(index))
+            if data is not None and len(data) == end - start:
+                self._buffer[start:end] = data
+                here.append(index)
+        return here
+
+    # --- lanes ------------------------------------------------------------------------------------------
+
+    def _open_lanes(self) -> None:
+        """See to it that every source with work has a lane that knows of it."""
+        for source in self._schedule.busy_sources():
+            if source in self._lanes:
+                self._lanes[source].wake.set()
+            elif source not in self._tasks or self._tasks[source].done():
+                self._tasks[source] = self._group.create_task(self._keep_lane(source))
+
+    async def _keep_lane(self, source: PeerId) -> None:
+        """Run lanes to ``source``, one after another, until it has nothing more to do or is given up."""
+        self._asked.add(source)
+        while self._schedule.load(source):
+            failures = self._schedule.failures(source)
+            await asyncio.sleep(failures * self._limits.retry_s)
+            lane = Lane(
+                self._network,
+                source,
+                self._manifest,
+                self._version,
+                self._schedule,
+                self._limits,
+                deliver=self._deliver,
+                rerouted=self._open_lanes,
+            )
+            self._lanes[source] = lane
+            try:
+                await lane.run()
+            except ChunkError as error:
+                self._standing.lied(source, error.message)
+                self._give_up(source, for_good=source != self._learner)
+            except SwarmError:
+                self._standing.failed(source)
+                self._give_up(source, for_good=False)
+
+    def _give_up(self, source: PeerId, *, for_good: bool) -> None:
+        del self._lanes[source]
+        self._schedule.failed(source, for_good=for_good)
+        self._open_lanes()
+
+    async def _deliver(self, source: PeerId, index: int, data: bytes) -> bool:
+        if source == self._learner:
+            self.bytes_from_learner += len(data)
+        else:
+            self.bytes_from_peers += len(data)
+        for other in self._schedule.arrived(index):
+            if other != source and other in self._lanes:
+                self._lanes[other].cancel(index)
+        if self._holding.holds(index):
+            return False
+        start, end = self._manifest.chunk_span(index)
+        self._buffer[start:end] = data
+        self._holding.add(index)
+        self._last_chunk_s = self._clock.monotonic()
+        if self._schedule.done:
+            self._all_here.set()
+        await self._to_store.put(index)
+        return True
+
+    async def _write_to_store(self) -> None:
+        """Write chunks behind their forwarding, in batches; None is the last."""
+        last = False
+        while not last:
+            batch = [await self._to_store.get()]
+            while not self._to_store.empty() and len(batch) < _STORE_BATCH:
+                batch.append(self._to_store.get_nowait())
+            last = batch[-1] is None
+            indices = [index for index in batch if index is not None]
+            await self._clock.offload(partial(self._store_chunks, indices))
+
+    def _store_chunks(self, indices: list[int]) -> None:
+        view = memoryview(self._buffer)
+        for index in indices:
+            start, end = self._manifest.chunk_span(index)
+            self._store.put(self._manifest.chunk_digest(index), view[start:end])
+
+    # --- watching ---------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Return when every chunk is here; meanwhile relieve slow lanes, and fail when nothing can come."""
+        started_s = self._clock.monotonic()
+        while not self._schedule.done:
+            await set_within(self._all_here, self._limits.tick_s)
+            if self._schedule.unobtainable:
+                raise PeerUnreachable(f"{self._what_is_missing()}: nobody is left to ask")
+            now = self._clock.monotonic()
+            if now - self._last_chunk_s > self._limits.starved_s:
+                raise DeadlineExceeded(
+                    f"{self._what_is_missing()}: nothing came for {self._limits.starved_s:g} s"
+                )
+            for lane, keep in self._slow_lanes(now, now - started_s):
+                if self._schedule.relieve(lane.source, keep):
+                    self._open_lanes()
+
+    def _slow_lanes(self, now: float, elapsed_s: float) -> Iterator[tuple[Lane, int]]:
+        """Lanes whose chunks others should be asked for too, with how many chunks each may keep to itself."""
+        lanes = list(self._lanes.values())
+        idle = sum(not self._schedule.load(lane.source) for lane in lanes)
+        for lane in lanes:
+            load = self._schedule.load(lane.source)
+            if not load:
+                continue
+            silent_s = now - lane.last_chunk_s
+            if silent_s > self._limits.patience_s and self._last_chunk_s > lane.last_chunk_s:
+                yield lane, 0
+            elif 2 * idle >= len(lanes) - 1 > 0:
+                per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._manifest.chunk_bytes
+                if load > per_s * max(self._limits.slow_s, elapsed_s / 2):
+                    yield lane, int(per_s)
+
+    def _what_is_missing(self) -> str:
+        missing = sorted(self._schedule.missing)
+        return (
+            f"version {self._manifest.version} lacks {len(missing)} of {self._manifest.n_chunks} chunks "
+            f"({_some(missing)}), asked from {_some(sorted(self._asked))}"
+        )
+
+    # --- assets -----------------------------------------------------------------------------------------
+
+    async def _fetch_assets(self) -> dict[str, bytes]:
+        plan = relay_plan(len(self._manifest.assets), self._manifest.members)
+        assets = {}
+        for at, asset in enumerate(self._manifest.assets):
+            data = await self._clock.offload(partial(self._store.get, asset.digest))
+            if data is None:
+                data = await self._fetch_asset(asset, list(plan.order(at)))
+                await self._clock.offload(partial(self._store.put, asset.digest, data))
+            self._holding.add_asset(asset.digest)
+            assets[asset.name] = data
+        return assets
+
+    async def _fetch_asset(self, asset: Asset, order: list[PeerId]) -> bytes:
+        """As a chunk: from its first holder or a deputy, or from the learner if this peer's turn comes first."""
+        me = self._network.peer_id
+        place = order.index(me) if me in order else len(order)
+        route = [(source, True) for source in order[:place]]
+        route += [(self._learner, True), *((source, False) for source in order[place + 1 :])]
+        failures = []
+        for source, wait in [*route, (self._learner, True)]:
+            if source in self._standing.banned:
+                continue
+            request = GetBlob(asset.digest, self._version, wait)
+            try:
+                data = await get_blob(
+                    self._network, source, request, max_bytes=asset.nbytes, limits=self._limits
+                )
+                if data is not None and len(data) == asset.nbytes:
+                    return data
+                failures.append(f"{source} does not have it")
+            except ChunkError as error:
+                self._standing.lied(source, error.message)
+                failures.append(error.message)
+            except SwarmError as error:
+                self._standing.failed(source)
+                failures.append(error.message)
+        raise PeerUnreachable(
+            f"asset {asset.name} of version {self._manifest.version} was not to be had: {'; '.join(failures)}"
+        )
+
+
+def _some(items: list[int] | list[PeerId]) -> str:
+    named = ", ".join(str(item) for item in items[:_NAMED])
+    return named + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that a group of failed tasks comes down to: our own kind, if there is one."""
+    first = group.exceptions[0]
+    ours = group.subgroup(Echo2p2pError)
+    if ours is not None:
+        first = ours.exceptions[0]
+    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,189 @@
+"""What a peer holds of a version, also while it arrives, and what another peer wants of it.
+
+Guarantee: a chunk that somebody waits for is handed to all who wait in the moment that it is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from echo2p2p.errors import ManifestError, ProtocolError
+from echo2p2p.swarm.clock import Clock
+from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
+from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.wire import MAX_WANTS, Want
+
+
+class Holding:
+    """One version as far as this peer has it.
+
+    While it arrives, chunks are read from ``buffer``, the snapshot in the making; afterwards from the store.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        body: bytes,
+        store: ChunkStore,
+        clock: Clock,
+        *,
+        buffer: bytearray | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.body = body
+        self._store = store
+        self._clock = clock
+        self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None
+        self.arriving = buffer is not None
+        self._here = bytearray(manifest.n_chunks)
+        self._lanes: set[OutgoingLane] = set()
+        self._assets = {asset.digest: asyncio.Event() for asset in manifest.assets}
+        if buffer is None:
+            self.complete()
+
+    def holds(self, index: int) -> bool:
+        return bool(self._here[index])
+
+    def add(self, index: int) -> None:
+        """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
+        self._here[index] = 1
+        for lane in self._lanes:
+            lane.arrived(index)
+
+    def add_asset(self, digest: bytes) -> None:
+        """An asset is in the store."""
+        self._assets[digest].set()
+
+    def complete(self) -> None:
+        """Every chunk and asset is in the store; the buffer is no longer read."""
+        self.arriving = False
+        self._here = bytearray(b"\1" * self.manifest.n_chunks)
+        self._buffer = None
+        for event in self._assets.values():
+            event.set()
+
+    def abandon(self) -> None:
+        """Nothing more will arrive: nobody needs to wait for it."""
+        self.arriving = False
+        for lane in self._lanes:
+            lane.expect_no_more()
+        for event in self._assets.values():
+            event.set()
+
+    async def read_asset(self, digest: bytes, *, wait_s: float) -> bytes | None:
+        """An asset of this version, once it is here; None if it is none or did not come."""
+        event = self._assets.get(digest)
+        if event is None or not await set_within(event, wait_s):
+            return None
+        return await self._clock.offload(lambda: self._store.get(digest))
+
+    async def read(self, index: int) -> bytes | memoryview | None:
+        """The bytes of a chunk that is held; None if the store has lost it."""
+        if self._buffer is not None:
+            start, end = self.manifest.chunk_span(index)
+            return self._buffer[start:end]
+        digest = self.manifest.chunk_digest(index)
+        return await self._clock.offload(lambda: self._store.get(digest))
+
+    def attach(self, lane: OutgoingLane) -> None:
+        self._lanes.add(lane)
+
+    def detach(self, lane: OutgoingLane) -> None:
+        self._lanes.discard(lane)
+
+
+class OutgoingLane:
+    """What one peer wants of one version, and which of it can be sent now."""
+
+    def __init__(self, holding: Holding, clock: Clock) -> None:
+        self.wake = asyncio.Event()
+        self.closed = False
+        self._holding = holding
+        self._clock = clock
+        self._ready: deque[int] = deque()
+        self._waiting: dict[int, float] = {}
+        self._missing: list[int] = []
+        self._wanted: set[int] = set()
+
+    def want(self, request: Want) -> None:
+        """Raises :class:`~echo2p2p.errors.ProtocolError` if that is more than a lane may ask for."""
+        for index in request.chunks:
+            if index >= self._holding.manifest.n_chunks or len(self._wanted) >= MAX_WANTS:
+                raise ProtocolError(f"chunk {index} is past the end, or too many chunks are open")
+            if index in self._wanted:
+                continue
+            self._wanted.add(index)
+            if self._holding.holds(index):
+                self._ready.append(index)
+            elif request.wait and self._holding.arriving:
+                self._waiting[index] = self._clock.monotonic()
+            else:
+                self._missing.append(index)
+        self.wake.set()
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        self._wanted.difference_update(indices)
+        for index in indices:
+            self._waiting.pop(index, None)
+
+    def arrived(self, index: int) -> None:
+        if self._waiting.pop(index, None) is not None:
+            self._ready.append(index)
+            self.wake.set()
+
+    def expect_no_more(self) -> None:
+        self._missing.extend(self._waiting)
+        self._waiting.clear()
+        self.wake.set()
+
+    def next_ready(self) -> int | None:
+        """The next chunk to send; it is no longer wanted after this."""
+        while self._ready:
+            index = self._ready.popleft()
+            if index in self._wanted:
+                self._wanted.discard(index)
+                return index
+        return None
+
+    def give_up(self, since: float) -> tuple[int, ...]:
+        """Chunks that are not here and that nobody waits for longer; they are no longer wanted."""
+        for index in [index for index, asked in self._waiting.items() if asked <= since]:
+            del self._waiting[index]
+            self._missing.append(index)
+        missing = tuple(index for index in self._missing if index in self._wanted)
+        self._missing.clear()
+        self._wanted.difference_update(missing)
+        return missing
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._waiting)
+
+
+def restore(
+    run: str, store: ChunkStore, clock: Clock, limits: ManifestLimits = DEFAULT_LIMITS
+) -> dict[str, Holding]:
+    """The versions that an earlier life left whole in the store, by the digest of their manifests."""
+    verifier = ManifestVerifier(run, limits)
+    found: dict[str, Holding] = {}
+    for body in store.manifests().values():
+        try:
+            manifest = verifier.accept(body)
+        except ManifestError:
+            # Another run's, or damaged: it is not served, and goes when the store is pruned.
+            continue
+        if all(store.has(each) for each in manifest.digests()):
+            found[digest(body)] = Holding(manifest, body, store, clock)
+    return found
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether ``event`` is set, waiting for it no longer than ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True

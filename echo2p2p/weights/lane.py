@@ -1,0 +1,216 @@
+"""The asking side of the chunk protocol: one lane to one source, and single blobs.
+
+Guarantees:
+
+* Nothing is handed on before it hashes to the digest that the signed manifest gives it.
+* Every wait has a deadline: a dial, a silent source, a chunk that trickles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from echo2p2p.errors import ChunkError, DeadlineExceeded, PeerUnreachable, ProtocolError
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.messages import protocol_id, receive, send
+from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.manifest import Manifest
+from echo2p2p.weights.schedule import Schedule
+from echo2p2p.weights.wire import (
+    CHUNK_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MAX_WANTS,
+    BlobReply,
+    Cancel,
+    Chunk,
+    GetBlob,
+    LaneReply,
+    Missing,
+    OpenLane,
+    Refused,
+    Want,
+)
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """How long a fetch waits for what, and how much it asks for at once.
+
+    Attributes:
+        stall_s: silence after which a source that owes an answer counts as stalled.
+        patience_s: others are asked too for what a source has not sent for so long while they did send.
+        starved_s: without a single chunk from anybody for so long, the fetch fails.
+        min_bytes_per_s: a chunk or blob that comes slower breaks its stream.
+        window_bytes: asked for ahead on one lane.
+        retry_s: pause before a failed source is dialled again, times its failures.
+        tick_s: how often slow lanes are looked for.
+        slow_s: a lane is slow only if it would need longer than this for the rest.
+    """
+
+    dial_s: float = 10.0
+    stall_s: float = 8.0
+    patience_s: float = 20.0
+    starved_s: float = 60.0
+    min_bytes_per_s: float = 16 * 1024
+    window_bytes: int = 4 * 2**20
+    retry_s: float = 1.0
+    close_s: float = 1.0
+    tick_s: float = 0.5
+    slow_s: float = 2.0
+
+
+DEFAULT_FETCH_LIMITS = FetchLimits()
+
+
+class Lane:
+    """One stream to one source, over which a :class:`Schedule` asks for chunks of one version.
+
+    Args:
+        deliver: called with source, index and verified bytes of every chunk; says whether it was needed.
+        rerouted: called when chunks have been turned over to other sources.
+
+    Attributes:
+        wake: set it when the schedule has new work for this source.
+        nbytes: chunk bytes received since ``started_s``; ``last_chunk_s`` is when the last needed one came.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        source: PeerId,
+        manifest: Manifest,
+        version: str,
+        schedule: Schedule,
+        limits: FetchLimits,
+        *,
+        deliver: Callable[[PeerId, int, bytes], Awaitable[bool]],
+        rerouted: Callable[[], None],
+    ) -> None:
+        self.source = source
+        self.wake = asyncio.Event()
+        self.nbytes = 0
+        self.started_s = self.last_chunk_s = network.clock.monotonic()
+        self._network = network
+        self._manifest = manifest
+        self._version = version
+        self._schedule = schedule
+        self._deliver = deliver
+        self._rerouted = rerouted
+        self._limits = limits
+        self._window = max(2, min(MAX_WANTS // 2, limits.window_bytes // manifest.chunk_bytes))
+        self._cancelled: list[int] = []
+
+    def cancel(self, chunk: int) -> None:
+        """Tell the source, with the next message, that ``chunk`` is not needed from it any more."""
+        self._cancelled.append(chunk)
+
+    async def run(self) -> None:
+        """Ask and receive until cancelled.
+
+        Raises:
+            ChunkError: the source sent bytes that are not the chunk they claim to be.
+            PeerUnreachable, DeadlineExceeded, ProtocolError: the lane broke, stalled, or was refused.
+        """
+        async with _opened(self._network, self.source, self._limits) as stream:
+            await send(stream, OpenLane(self._version))
+            self.started_s = self.last_chunk_s = self._network.clock.monotonic()
+            while True:
+                self.wake.clear()
+                await self._ask(stream)
+                if self._schedule.open_at(self.source):
+                    await self._take(stream)
+                else:
+                    await self.wake.wait()
+
+    async def _ask(self, stream: Stream) -> None:
+        while self._cancelled:
+            await send(stream, Cancel(tuple(self._cancelled[:MAX_WANTS])))
+            del self._cancelled[:MAX_WANTS]
+        idle = not self._schedule.open_at(self.source)
+        room = self._window - self._schedule.open_at(self.source)
+        # Topped up by quarters of the window, not chunk by chunk: fewer messages for the same flow.
+        if idle or room >= self._window // 4:
+            for wait, chunks in self._schedule.take(self.source, room).items():
+                await send(stream, Want(tuple(chunks), wait))
+            if idle:
+                self.last_chunk_s = self._network.clock.monotonic()
+
+    async def _take(self, stream: Stream) -> None:
+        reply: LaneReply = await receive(
+            stream, LaneReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.stall_s
+        )
+        if isinstance(reply, Chunk):
+            await self._take_chunk(stream, reply.index)
+        elif isinstance(reply, Missing):
+            self._schedule.lacks(self.source, reply.chunks)
+            self._rerouted()
+        elif isinstance(reply, Refused):
+            raise PeerUnreachable(f"{self.source} refused a lane: {reply.reason}")
+
+    async def _take_chunk(self, stream: Stream, index: int) -> None:
+        if index >= self._manifest.n_chunks:
+            raise ProtocolError(f"{self.source} sent chunk {index}, which does not exist")
+        start, end = self._manifest.chunk_span(index)
+        data = await _read_body(stream, end - start, self._limits)
+        if blake3(data).digest() != self._manifest.chunk_digest(index):
+            raise ChunkError(
+                f"{self.source} sent bytes for chunk {index} of version {self._manifest.version} "
+                "that are not what the learner signed for"
+            )
+        self.nbytes += len(data)
+        if await self._deliver(self.source, index, data):
+            self.last_chunk_s = self._network.clock.monotonic()
+
+
+async def get_blob(
+    network: Network, source: PeerId, request: GetBlob, *, max_bytes: int, limits: FetchLimits
+) -> bytes | None:
+    """Ask ``source`` for a manifest or an asset; None if it has none.
+
+    Raises:
+        ChunkError: what came does not hash to the digest that was asked for.
+        PeerUnreachable, DeadlineExceeded, ProtocolError: the stream broke, stalled, or was refused.
+    """
+    async with _opened(network, source, limits) as stream:
+        await send(stream, request)
+        reply: BlobReply = await receive(
+            stream, BlobReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=limits.starved_s
+        )
+        if isinstance(reply, Refused):
+            raise PeerUnreachable(f"{source} refused a blob: {reply.reason}")
+        if isinstance(reply, Missing):
+            return None
+        if reply.nbytes > max_bytes:
+            raise ProtocolError(f"{source} offers {reply.nbytes} bytes, {max_bytes} are allowed")
+        data = await _read_body(stream, reply.nbytes, limits)
+    if blake3(data).digest() != request.digest:
+        raise ChunkError(f"{source} sent {len(data)} bytes that do not hash to {request.digest.hex()}")
+    return data
+
+
+async def _read_body(stream: Stream, nbytes: int, limits: FetchLimits) -> bytes:
+    allowed_s = limits.stall_s + nbytes / limits.min_bytes_per_s
+    try:
+        async with asyncio.timeout(allowed_s):
+            return await stream.read_exactly(nbytes)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{stream.remote} did not send {nbytes} bytes in {allowed_s:.0f} s") from None
+
+
+@asynccontextmanager
+async def _opened(network: Network, source: PeerId, limits: FetchLimits) -> AsyncIterator[Stream]:
+    stream = await network.open_stream(source, protocol_id(CHUNK_PROTOCOL), timeout_s=limits.dial_s)
+    try:
+        yield stream
+    finally:
+        try:
+            # A source that has fallen silent must not hold up the end of a fetch.
+            async with asyncio.timeout(limits.close_s):
+                await stream.close()
+        except TimeoutError:
+            pass

@@ -1,0 +1,187 @@
+"""The learner's side: cuts a snapshot into chunks, signs the manifest, and serves the first copy of each.
+
+Guarantees:
+
+* One version has one manifest, across restarts too: what the store has of a version is what is announced.
+* Hashing and writing happen off the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from echo2p2p.errors import ManifestError
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.messages import PROTOCOL_VERSION
+from echo2p2p.swarm.network import Network
+from echo2p2p.swarm.records import Keys, ManifestRecord
+from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
+from echo2p2p.weights.holding import Holding, restore
+from echo2p2p.weights.manifest import (
+    DEFAULT_LIMITS,
+    Asset,
+    Manifest,
+    ManifestLimits,
+    Member,
+    digest,
+    sign,
+)
+from echo2p2p.weights.snapshot import Snapshot
+from echo2p2p.weights.store import ChunkStore
+
+DEFAULT_CHUNK_BYTES = 128 * 1024
+"""Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version that can be announced: ``record`` is what goes into the table, ``digest`` its manifest's."""
+
+    record: ManifestRecord
+    manifest: Manifest
+    digest: str
+    seconds: float
+
+
+class WeightPublisher:
+    """Publishes the versions of one run.
+
+    Args:
+        network: its identity must be the run's learner.
+        store: holds the last ``keep_versions`` versions, which are served again after a restart.
+        chunk_bytes: of the smallest chunks; larger ones are used where there would be too many.
+
+    Raises:
+        ManifestError: ``network`` is not the learner of ``run``.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        run: str,
+        store: ChunkStore,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        keep_versions: int = 2,
+        limits: ManifestLimits = DEFAULT_LIMITS,
+        server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+    ) -> None:
+        if Keys(run).learner_id != network.peer_id:
+            raise ManifestError(f"{network.peer_id} is not the learner of run {run}")
+        self._network = network
+        self._clock = network.clock
+        self._run = run
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._keep_versions = max(1, keep_versions)
+        self._limits = limits
+        self._server = ChunkServer(network, server_limits)
+        self._published: dict[int, Published] = {}
+
+    async def start(self) -> None:
+        """Serve, beginning with the versions that an earlier life left in the store."""
+        for name, holding in (
+            await self._clock.offload(lambda: restore(self._run, self._store, self._clock, self._limits))
+        ).items():
+            self._announceable(name, holding, 0.0)
+        await self._server.start()
+
+    @property
+    def newest(self) -> Published | None:
+        """The newest version that is served; None before the first."""
+        return self._published[max(self._published)] if self._published else None
+
+    @property
+    def bytes_sent(self) -> dict[int, dict[PeerId, int]]:
+        """Chunk bytes sent, by version and peer, of the versions that are still served."""
+        return {version: dict(peers) for version, peers in self._server.bytes_sent.items()}
+
+    async def publish(
+        self,
+        snapshot: Snapshot,
+        version: int,
+        members: Sequence[Member],
+        assets: Mapping[str, bytes],
+    ) -> Published:
+        """Cut, hash, sign and serve ``snapshot``; the result is to be announced.
+
+        A version that is served already is returned as it was published, with the members of then.
+
+        Args:
+            members: the workers that relay it; the others fetch from them.
+            assets: the pinned small files by name; the same for every version of a run.
+
+        Raises:
+            ManifestError: ``version`` was published with other weights, is older than the newest, or holds
+                something that peers would refuse.
+            OutOfDisk: the store has no room for it.
+        """
+        started = self._clock.monotonic()
+        fingerprint = await self._clock.offload(snapshot.fingerprint)
+        if version in self._published:
+            published = self._published[version]
+            if published.manifest.fingerprint != fingerprint:
+                raise ManifestError(f"version {version} was published before, with other weights")
+            return published
+        if self.newest is not None and version < self.newest.manifest.version:
+            raise ManifestError(f"version {version} is older than what is published")
+        manifest, body = await self._clock.offload(
+            lambda: self._cut(snapshot, fingerprint, version, tuple(members), assets)
+        )
+        holding = Holding(manifest, body, self._store, self._clock)
+        published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
+        await self._clock.offload(lambda: self._store.prune(self._keep_versions))
+        return published
+
+    def _announceable(self, name: str, holding: Holding, seconds: float) -> Published:
+        self._server.serve(name, holding)
+        manifest = holding.manifest
+        record = ManifestRecord(manifest.version, name, len(holding.body), manifest.nbytes)
+        published = Published(record, manifest, name, seconds)
+        self._published[manifest.version] = published
+        for version in sorted(self._published)[: -self._keep_versions]:
+            del self._published[version]
+        self._server.keep_newest(self._keep_versions)
+        return published
+
+    def _cut(
+        self,
+        snapshot: Snapshot,
+        fingerprint: str,
+        version: int,
+        members: tuple[Member, ...],
+        assets: Mapping[str, bytes],
+    ) -> tuple[Manifest, bytes]:
+        """Store every chunk and asset and the signed manifest; blocks."""
+        data = snapshot.data
+        chunk_bytes = self._chunk_bytes
+        while len(data) > chunk_bytes * self._limits.max_chunks:
+            chunk_bytes *= 2
+        chunks = []
+        for start in range(0, len(data), chunk_bytes):
+            chunk = data[start : start + chunk_bytes]
+            chunks.append(blake3(chunk).digest())
+            self._store.put(chunks[-1], chunk)
+        listed = []
+        for name, content in sorted(assets.items()):
+            listed.append(Asset(name, blake3(content).digest(), len(content)))
+            self._store.put(listed[-1].digest, content)
+        manifest = Manifest(
+            protocol=PROTOCOL_VERSION,
+            run=self._run,
+            version=version,
+            base_version=None,
+            hash="blake3",
+            fingerprint=fingerprint,
+            layout=snapshot.layout,
+            chunk_bytes=chunk_bytes,
+            chunks=b"".join(chunks),
+            members=members,
+            assets=tuple(listed),
+        )
+        body = sign(self._network.identity, manifest)
+        self._store.pin(version, body, manifest.digests())
+        return manifest, body

@@ -1,0 +1,198 @@
+"""The worker's side: from an announcement to a verified snapshot, relaying chunks to the others on the way.
+
+Guarantees:
+
+* What is returned is what the learner signed: every chunk and the whole were verified. Nothing partial is
+  ever visible, also when a fetch is cancelled because a newer version supersedes it.
+* Versions never go back: the newest one seen is on the disk before anything of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from echo2p2p.errors import ChunkError, FingerprintMismatch, ManifestError, PeerUnreachable, SwarmError
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.network import Network
+from echo2p2p.swarm.records import Keys, ManifestRecord
+from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
+from echo2p2p.weights.fetch import Fetch
+from echo2p2p.weights.holding import Holding, restore
+from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_blob
+from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
+from echo2p2p.weights.snapshot import Snapshot
+from echo2p2p.weights.standing import Standing
+from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.wire import GetBlob
+
+_ROUNDS = 2
+"""Times that everybody is asked for a manifest."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """One version, whole and verified.
+
+    ``bytes_from_*`` count chunk bytes over the network; ``fetch_s`` runs from the call to the verified whole.
+    """
+
+    manifest: Manifest
+    snapshot: Snapshot
+    assets: dict[str, bytes]
+    bytes_from_learner: int
+    bytes_from_peers: int
+    fetch_s: float
+
+
+class WeightSubscriber:
+    """Follows the versions of one run and relays them.
+
+    Args:
+        store: where chunks are kept; they survive a restart, as does the memory of the newest version seen.
+        keep_versions: how many versions stay in the store and are served to others.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        run: str,
+        store: ChunkStore,
+        *,
+        keep_versions: int = 2,
+        limits: ManifestLimits = DEFAULT_LIMITS,
+        fetch_limits: FetchLimits = DEFAULT_FETCH_LIMITS,
+        server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+    ) -> None:
+        self._network = network
+        self._clock = network.clock
+        self._run = run
+        self._learner = Keys(run).learner_id
+        self._store = store
+        self._keep_versions = max(1, keep_versions)
+        self._limits = limits
+        self._fetch_limits = fetch_limits
+        self._verifier = ManifestVerifier(run, limits)
+        self._server = ChunkServer(network, server_limits)
+        self._standing = Standing(self._learner)
+        self._members: tuple[PeerId, ...] = ()
+
+    async def start(self) -> None:
+        """Take up what an earlier life left in the store, and serve it.
+
+        Raises:
+            ResourceError: the store cannot be read.
+        """
+        trusted = await self._clock.offload(self._store.trusted)
+        self._verifier = ManifestVerifier(self._run, self._limits, trusted)
+        held = await self._clock.offload(lambda: restore(self._run, self._store, self._clock, self._limits))
+        for name, holding in held.items():
+            self._server.serve(name, holding)
+        await self._server.start()
+
+    @property
+    def newest_seen(self) -> int:
+        """The newest version whose manifest was believed; −1 if none was."""
+        return self._verifier.trusted.version
+
+    @property
+    def banned(self) -> dict[PeerId, str]:
+        """Peers that were caught lying, each with what it did."""
+        return self._standing.banned
+
+    @property
+    def bytes_sent(self) -> dict[int, dict[PeerId, int]]:
+        """Chunk bytes relayed, by version and peer, of the versions that are still served."""
+        return {version: dict(peers) for version, peers in self._server.bytes_sent.items()}
+
+    async def fetch(self, record: ManifestRecord, *, peers: Iterable[PeerId] = ()) -> Fetched:
+        """Bring the version that ``record`` announces here, and serve it to others meanwhile and afterwards.
+
+        To follow a newer version instead, cancel the call; its chunks stay in the store for another try.
+
+        Args:
+            record: the learner's, checked (:func:`echo2p2p.swarm.records.check`).
+            peers: who else may have the manifest if the learner is not to be reached.
+
+        Raises:
+            ManifestError: the manifest is not one to believe.
+            FingerprintMismatch: the learner signed for a snapshot that its chunks do not make.
+            PeerUnreachable, DeadlineExceeded: it names what is missing and who was asked.
+            OutOfDisk, ResourceError: the store has no room, or fails.
+        """
+        started = self._clock.monotonic()
+        self._standing.forgive()
+        body = await self._manifest_body(record, peers)
+        manifest = self._verifier.accept(body, record.manifest_digest)
+        await self._clock.offload(lambda: self._store.remember(self._verifier.trusted))
+        await self._clock.offload(lambda: self._store.pin(manifest.version, body, manifest.digests()))
+        self._members = tuple(member.peer for member in manifest.members)
+
+        version = record.manifest_digest
+        buffer = bytearray(manifest.nbytes)
+        holding = Holding(manifest, body, self._store, self._clock, buffer=buffer)
+        self._server.serve(version, holding)
+        fetch = Fetch(
+            self._network,
+            self._store,
+            self._learner,
+            version,
+            holding,
+            buffer,
+            self._standing,
+            self._fetch_limits,
+        )
+        try:
+            assets = await fetch.run()
+            snapshot = Snapshot(manifest.layout, buffer)
+            fingerprint = await self._clock.offload(snapshot.fingerprint)
+            if fingerprint != manifest.fingerprint:
+                raise FingerprintMismatch(
+                    f"version {manifest.version} has fingerprint {fingerprint}, its manifest says "
+                    f"{manifest.fingerprint}"
+                )
+        except BaseException:
+            self._server.drop(version)
+            raise
+        fetch_s = self._clock.monotonic() - started
+        holding.complete()
+        self._server.keep_newest(self._keep_versions)
+        await self._clock.offload(lambda: self._store.prune(self._keep_versions))
+        return Fetched(manifest, snapshot, assets, fetch.bytes_from_learner, fetch.bytes_from_peers, fetch_s)
+
+    async def _manifest_body(self, record: ManifestRecord, peers: Iterable[PeerId]) -> bytes:
+        """The signed manifest that ``record`` pins: from the store, the learner, or another peer."""
+        stored = (await self._clock.offload(self._store.manifests)).get(record.version)
+        if stored is not None and digest(stored) == record.manifest_digest:
+            return stored
+        if record.manifest_bytes > self._limits.max_manifest_bytes:
+            raise ManifestError(
+                f"version {record.version} has a manifest of {record.manifest_bytes} bytes, "
+                f"{self._limits.max_manifest_bytes} are allowed"
+            )
+        request = GetBlob(bytes.fromhex(record.manifest_digest), record.manifest_digest, True)
+        sources = list(dict.fromkeys([self._learner, *peers, *self._members]))
+        failures = []
+        for source in sources * _ROUNDS:
+            if source in self._standing.banned or source == self._network.peer_id:
+                continue
+            try:
+                body = await get_blob(
+                    self._network,
+                    source,
+                    request,
+                    max_bytes=record.manifest_bytes,
+                    limits=self._fetch_limits,
+                )
+            except ChunkError as error:
+                self._standing.lied(source, error.message)
+                failures.append(error.message)
+            except SwarmError as error:
+                failures.append(error.message)
+            else:
+                if body is not None:
+                    return body
+                failures.append(f"{source} does not have it")
+        raise PeerUnreachable(
+            f"the manifest of version {record.version} was not to be had: {'; '.join(failures)}"
+        )

@@ -1,0 +1,59 @@
+"""Tiny policies for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
+
+EOS = 1
+VOCABULARY = 19
+
+
+def make_policy(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
+    """A random two-layer policy folder with weights; large weights, so that its distributions are uneven."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.4,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_groups(seed: int, *, groups: int = 3, samples: int = 4) -> list[Group]:
+    """Groups of random tokens, rewards and log-probabilities, of uneven lengths."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(groups):
+        trajectories = []
+        for number in range(samples):
+            length = int(rng.integers(1, 7))
+            trajectories.append(
+                Trajectory(
+                    completion=rng.integers(0, VOCABULARY, length).tolist(),
+                    logprobs=pack_logprobs(-rng.random(length) * 4),
+                    version_min=0,
+                    version_max=0,
+                    reward=float(number % 2),
+                    finish="length",
+                )
+            )
+        prompt = rng.integers(0, VOCABULARY, int(rng.integers(2, 6))).tolist()
+        made.append(Group(index=index, prompt=prompt, samples=trajectories))
+    return made
