@@ -162,6 +162,7 @@ async def run_learner(
                     tasks.create_task(network.wait_failed()),
                     tasks.create_task(_on_set(stop, learner.stop)),
                 ]
+                await publisher.start()
                 joined(network)
                 finished = await learner.run()
                 for task in background:
@@ -170,7 +171,6 @@ async def run_learner(
         finally:
             threads.close()
             await engine.close()
-            await publisher.close()
             if watching is not None:
                 watching.close()
             events.close()
@@ -214,12 +214,12 @@ async def run_worker(
                     tasks.create_task(network.wait_failed()),
                     tasks.create_task(_on_set(stop, worker.stop)),
                 ]
+                await subscriber.start()
                 joined(network)
                 await worker.run()
                 for task in background:
                     task.cancel()
         finally:
-            await subscriber.close()
             events.close()
 
 

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from echo2p2p.errors import SettingsError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What a policy is computed and published in."""
 
 _ATTENTION = ("sdpa", "eager")
 _MAX_JSON_BYTES = 2**20

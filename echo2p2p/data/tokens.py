@@ -56,7 +56,7 @@ class PolicyTokenizer:
         return ids
 
     def decode_completion(self, tokens: Sequence[int]) -> str:
-        """The text of a completion, without special tokens and ids that are in no vocabulary. Never raises."""
+        """The text of a completion, without special tokens and ids outside the vocabulary. Never raises."""
         known = [token for token in tokens if 0 <= token < len(self._tokenizer)]
         text: str = self._tokenizer.decode(
             known, skip_special_tokens=True, clean_up_tokenization_spaces=False

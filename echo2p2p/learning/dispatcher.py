@@ -2,7 +2,8 @@
 
 How much is leased follows from the window, not from a queue length: a group that joins the line behind
 ``backlog`` others is trained at version v_t + ⌊backlog / G⌋ (G groups a step), so a worker that holds version
-v gets a lease only while v_t + ⌊backlog / G⌋ ≤ v + S. Work that would be stale on arrival is never paid for.
+v gets a lease only while v_t + ⌊backlog / G⌋ ≤ v + S. And nobody gets one while the next step is served from the buffer already: work that
+waits only grows old.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class Dispatcher:
         backlog = self.buffered + self.leased
         if self._sequential:
             return self._group_quota - backlog if self.published == self.version else 0
+        if self.buffered >= self._group_quota:
+            return 0  # the next step is served; what is out will serve the one after
         generating = max(session.version, self._min_version())
         steps_ahead = generating + self._settings.staleness - self.version + 1
         return steps_ahead * self._group_quota - backlog

@@ -148,7 +148,9 @@ class Learner:
         self._reward_before = self._state.reward_before
         self._reward_after: float | None = None
         self._scored_at = -1
+        self._saved_at = -1
         self._staleness_max = 0
+        self._chunk_bytes: Counter[str] = Counter()
 
     @property
     def step(self) -> int:
@@ -197,13 +199,15 @@ class Learner:
                 task.cancel()
         self._provisioner.account()
         self._events.emit(
-            "run_finished" if finished else "run_stopped",
+            "run_finished",
+            finished=finished,
             steps=self.step,
             reward_before=self._reward_before,
             reward_after=self._reward_after,
             staleness_max=self._staleness_max,
             bubble_ratio=self._bubble_ratio,
-            learner_chunk_bytes=self._publisher.bytes_sent,
+            learner_chunk_bytes=self._chunk_bytes["learner"],
+            peer_chunk_bytes=self._chunk_bytes["peers"],
             spend_usd=self._provisioner.spending.usd,
             all_on_usd=self._provisioner.spending.all_on_usd,
             seconds=self._clock.monotonic() - started,
@@ -331,6 +335,8 @@ class Learner:
         self._dispatcher.top_up()
 
     async def _checkpoint(self) -> None:
+        if self._saved_at == self.step:
+            return
         started = self._clock.monotonic()
         ledger = self._ledger.state()
         state = LearnerState(
@@ -346,6 +352,7 @@ class Learner:
             dropped=dict(self._dispatcher.dropped),
         )
         await self._trainer.save(self.step, msgspec.msgpack.encode(state))
+        self._saved_at = self.step
         self._events.emit("checkpoint", step=self.step, seconds=self._clock.monotonic() - started)
 
     async def _keep_manifest(self) -> None:
@@ -413,6 +420,8 @@ class Learner:
 
     def _on_ready(self, session: Session, message: Ready) -> None:
         self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
+        self._chunk_bytes["learner"] += message.bytes_from_learner
+        self._chunk_bytes["peers"] += message.bytes_from_peers
         broadcast = self._broadcasts.get(message.version)
         if broadcast is None or not broadcast.active:
             return

@@ -11,6 +11,7 @@ Pure: time is an argument. Guarantees:
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -46,12 +47,13 @@ class PromptLedger:
         self._next_index = self._frontier
         self._returned: list[int] = []
         self._leases: dict[int, LeaseState] = {}
+        self._outstanding: Counter[str] = Counter()
         self._buffered: set[int] = set()
 
     @property
     def n_leased(self) -> int:
         """Indices that are out with workers."""
-        return sum(len(lease.open) for lease in self._leases.values())
+        return self._outstanding.total()
 
     @property
     def n_buffered(self) -> int:
@@ -63,7 +65,7 @@ class PromptLedger:
 
     def outstanding(self, worker: str) -> int:
         """Indices that are out with ``worker``."""
-        return sum(len(lease.open) for lease in self._leases.values() if lease.worker == worker)
+        return self._outstanding[worker]
 
     def lease(self, worker: str, n: int, *, now: float, duration_s: float) -> tuple[int, list[int]]:
         """Give ``worker`` the ``n`` lowest free indices.
@@ -75,6 +77,7 @@ class PromptLedger:
         number = self._next_lease
         self._next_lease += 1
         self._leases[number] = LeaseState(worker, now + duration_s, set(indices))
+        self._outstanding[worker] += n
         return number, indices
 
     def holder(self, lease: int, index: int) -> str | None:
@@ -142,11 +145,18 @@ class PromptLedger:
     def _close(self, lease: int, index: int) -> None:
         state = self._leases[lease]
         state.open.remove(index)
+        self._count_down(state.worker, 1)
         if not state.open:
             del self._leases[lease]
 
     def _end(self, number: int) -> int:
         lease = self._leases.pop(number)
+        self._count_down(lease.worker, len(lease.open))
         for index in lease.open:
             heapq.heappush(self._returned, index)
         return len(lease.open)
+
+    def _count_down(self, worker: str, n: int) -> None:
+        self._outstanding[worker] -= n
+        if not self._outstanding[worker]:
+            del self._outstanding[worker]

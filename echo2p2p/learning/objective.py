@@ -4,8 +4,8 @@ J = E[ min(π_learner(a; θ_old) / π_sampler(a), C) · min(r·A, clip(r, 1 − 
     − β·KL(π_θ‖π_ref)
 
 with r = π_θ/π_θ_old and A the group-normalised reward: ECHO-2's objective. The first factor is a constant
-weight that corrects for what the sampler was: an older version, another kernel, another precision. The KL term
-stands outside it, as a property of θ alone.
+weight that corrects for what the sampler was: an older version, another kernel, another precision. The KL
+term stands outside it, as a property of θ alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from echo2p2p.data.policy import scaled_log_softmax
 
 _STD_FLOOR = 1e-6
+_SLICE_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,31 @@ def k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.exp() - 1.0 - log_ratio
 
 
-def entropy(log_softmax: Tensor) -> Tensor:
-    """Shannon entropy in nats over the last axis of log-probabilities."""
-    return -(log_softmax.exp() * log_softmax).sum(dim=-1)
+def chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target at the sampling temperature, and the entropy it was drawn at, in nats.
+
+    With a large vocabulary the float32 distributions of a micro-batch would take more memory than the model,
+    so they exist for a slice of tokens at a time, and once more in the backward pass.
+
+    Args:
+        logits: (tokens, vocabulary), any float dtype.
+        targets: int64, (tokens,).
+
+    Returns:
+        float32, (tokens,) each; the entropies carry no gradient.
+    """
+    step = max(1, _SLICE_ELEMENTS // logits.shape[-1])
+    if len(targets) <= step:
+        return _chosen(logits, targets, temperature)
+    parts = [
+        checkpoint(_chosen, logits[i : i + step], targets[i : i + step], temperature, use_reentrant=False)
+        for i in range(0, len(targets), step)
+    ]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+
+def _chosen(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_softmax = scaled_log_softmax(logits, temperature)
+    constant = log_softmax.detach()
+    entropies = -(constant.exp() * constant).sum(dim=-1)
+    return log_softmax.gather(-1, targets[:, None]).squeeze(-1), entropies

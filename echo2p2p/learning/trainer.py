@@ -1,8 +1,8 @@
 """The GRPO trainer: groups in, the next policy version out.
 
 One call of :meth:`GRPOTrainer.train` makes one policy version. Given the same state and groups it computes
-the same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. A step
-whose loss or gradient is not finite changes nothing.
+the same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. An update
+whose loss or gradient is not finite changes nothing and ends the step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echo2p2p.data.policy import DTYPES, build_model, scaled_log_softmax
+from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.batching import MicroBatch, Row, collate, pack, rows_of
-from echo2p2p.learning.objective import TokenLoss, entropy, token_loss
+from echo2p2p.learning.objective import TokenLoss, chosen_logprobs, token_loss
 from echo2p2p.weights.snapshot import Snapshot, from_state_dict
 
 
@@ -152,11 +152,11 @@ class GRPOTrainer:
         """Take one step on ``groups`` (at least one).
 
         Raises:
-            OutOfMemory: a micro-batch does not fit; the state is unchanged if it was the step's first update.
+            OutOfMemory: a micro-batch does not fit; the step does not count, and the state is unchanged if it
+                was the step's first update.
         """
         self._prepare_thread()
         tally = _Tally(groups, rows_of(groups, scale_by_std=self.settings.scale_by_std))
-        self.steps += 1
         try:
             skipped = self._update_all(tally)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -164,8 +164,10 @@ class GRPOTrainer:
             raise OutOfMemory(
                 "a training step did not fit into memory", hint="lower micro_batch_tokens"
             ) from error
+        metrics = tally.metrics(skipped, self._learning_rate())
+        self.steps += 1
         self.non_finite_steps += skipped == "non-finite"
-        return tally.metrics(skipped, self._learning_rate())
+        return metrics
 
     def snapshot(self) -> Snapshot:
         """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
@@ -183,7 +185,7 @@ class GRPOTrainer:
         """log π_θ of every completion token at the sampling temperature: one float32 tensor a sample."""
         self._prepare_thread()
         rows = rows_of(groups, scale_by_std=self.settings.scale_by_std)
-        by_row = self._row_logprobs(self._model, rows)
+        by_row = self._row_logprobs(rows)
         found = iter([by_row[id(row)] for row in rows])
         return [[next(found).cpu() for _ in group.samples] for group in groups]
 
@@ -233,7 +235,7 @@ class GRPOTrainer:
         if not rows:
             return "no signal"
         n_updates = min(self.settings.updates_per_step, len(rows))
-        old = self._row_logprobs(self._model, rows) if n_updates > 1 else {}
+        old = self._row_logprobs(rows) if n_updates > 1 else {}
         # Strided, so that every update sees samples of every group.
         for part in range(n_updates):
             share = rows[part::n_updates]
@@ -247,8 +249,7 @@ class GRPOTrainer:
         finite = True
         for packed in pack(rows, self.settings.micro_batch_tokens):
             batch = collate(packed, self._device)
-            log_softmax = self._log_softmax(self._model, batch)
-            logprobs = log_softmax.gather(-1, batch.targets[:, None]).squeeze(-1)
+            logprobs, entropies = self._forward(self._model, batch)
             result = token_loss(
                 logprobs,
                 old_logprobs=torch.cat([old[id(row)] for row in packed]) if old else logprobs.detach(),
@@ -265,7 +266,7 @@ class GRPOTrainer:
             if not finite:
                 break
             loss.backward()  # type: ignore[no-untyped-call]
-            tally.add(result, entropy(log_softmax.detach()), float(loss.detach()))
+            tally.add(result, entropies, float(loss.detach()))
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.settings.max_grad_norm)
         tally.grad_norm = float(norm)
         if not finite or not math.isfinite(tally.grad_norm):
@@ -278,36 +279,35 @@ class GRPOTrainer:
         self.updates += 1
         return True
 
-    def _log_softmax(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """(tokens, vocabulary): the distributions that the completion tokens were drawn from."""
+    def _forward(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the batch's completion tokens."""
         bf16 = self.settings.compute_dtype != "float32"
         with torch.autocast(self._device.type, DTYPES[self.settings.compute_dtype], enabled=bf16):
             output = model(input_ids=batch.ids, use_cache=False, logits_to_keep=batch.keep)
-        logits: Tensor = output.logits[batch.where]
-        return scaled_log_softmax(logits, self.settings.temperature)
+        return chosen_logprobs(output.logits[batch.where], batch.targets, self.settings.temperature)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         if self._reference is None:
             return None
-        return self._log_softmax(self._reference, batch).gather(-1, batch.targets[:, None]).squeeze(-1)
+        return self._forward(self._reference, batch)[0]
 
     @torch.no_grad()
-    def _row_logprobs(self, model: nn.Module, rows: Sequence[Row]) -> dict[int, Tensor]:
+    def _row_logprobs(self, rows: Sequence[Row]) -> dict[int, Tensor]:
         """Log-probabilities of each row's completion, by the row's ``id``."""
         found = {}
         for packed in pack(rows, self.settings.micro_batch_tokens):
             batch = collate(packed, self._device)
-            logprobs = self._log_softmax(model, batch).gather(-1, batch.targets[:, None]).squeeze(-1)
-            for row, part in zip(
-                packed, logprobs.split([len(row.completion) for row in packed]), strict=True
-            ):
-                found[id(row)] = part
+            logprobs, _ = self._forward(self._model, batch)
+            end = 0
+            for row in packed:
+                start, end = end, end + len(row.completion)
+                found[id(row)] = logprobs[start:end]
         return found
 
     def _learning_rate(self) -> float:
         warmup = self.settings.warmup_steps
-        return self.settings.learning_rate * (min(1.0, self.steps / warmup) if warmup else 1.0)
+        return self.settings.learning_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
 
     @property
     def _device(self) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,13 +149,13 @@ def _forward(model: nn.Module, ids: Tensor, mask: Tensor | None, cache: Any) -> 
         position_ids=positions,
         use_cache=True,
         logits_to_keep=1,
-        **{_cache_argument(type(model)): cache},
+        **{_cache_argument(type(model).forward): cache},
     )
     logits: Tensor = output.logits[:, -1]
     return logits
 
 
 @functools.cache
-def _cache_argument(model_class: Hashable) -> str:
+def _cache_argument(forward: Callable[..., Any]) -> str:
     """The name of the cache argument: transformers renames ``past_key_values`` to ``cache``."""
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

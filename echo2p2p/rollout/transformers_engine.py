@@ -107,7 +107,7 @@ class TransformersEngine:
             raise
 
     async def install(self, snapshot: Snapshot, version: int) -> str:
-        """Swap in ``version``; see the protocol. Once begun it is finished, even if the caller is cancelled."""
+        """Swap in ``version``; see the protocol. Once begun it is finished, whoever gives up waiting."""
         return await self._run(lambda: self._install(snapshot, version))
 
     async def close(self) -> None:

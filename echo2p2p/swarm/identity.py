@@ -7,6 +7,7 @@ lives in one file in libp2p's own private-key format, which p2pd reads as it is.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import base58
@@ -63,12 +64,12 @@ class Identity:
                 hint="name another file; one is made if it does not exist",
             )
         identity = cls.from_seed(data[len(_PRIVATE_PREFIX) :][:32])
-        if identity._public != data[-32:]:
+        if public_key_of(identity.peer_id) != data[-32:]:
             raise SettingsError(f"identity file {path} is damaged: its two halves do not belong together")
         return identity
 
     def save(self, path: Path) -> None:
-        """Write the identity file, readable by its owner alone from the first moment; refuses to overwrite."""
+        """Write the identity file, readable by its owner alone from the start; refuses to overwrite."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -97,16 +98,18 @@ def verify(peer: PeerId, domain: bytes, payload: bytes, signature: bytes) -> Non
         raise VerificationError(f"the signature is not one of {peer}") from None
 
 
+@lru_cache(maxsize=65536)
 def public_key_of(peer: PeerId) -> bytes:
     """The 32 bytes of the key that is embedded in an Ed25519 peer id.
 
     Raises:
         VerificationError: ``peer`` is not such an id.
     """
-    # A peer id of this kind has 52 characters; the bound keeps base58 (quadratic) away from long input.
-    if len(peer) <= 64:
+    # A peer id of this kind has 52 characters; the bound keeps base58 (quadratic) away from long input. The
+    # decoder skips white space at the end, which would give one peer several names.
+    if len(peer) <= 64 and peer == peer.strip():
         try:
-            data = base58.b58decode(peer)
+            data: bytes = base58.b58decode(peer)
         except ValueError:
             data = b""
         if len(data) == len(_PEER_ID_PREFIX) + 32 and data.startswith(_PEER_ID_PREFIX):

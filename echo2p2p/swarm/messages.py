@@ -83,4 +83,5 @@ async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeo
             body = await stream.read_exactly(length)
     except TimeoutError:
         raise DeadlineExceeded(f"no message from {stream.remote} within {timeout_s:g} s") from None
-    return decode(body, type_)
+    message: T = decode(body, type_)
+    return message

@@ -25,21 +25,22 @@ MAX_RECORD_BYTES = 4096
 MAX_RECORD_LIFETIME_S = 3600.0
 """A record that claims to live longer is refused, so nothing stays in the table for good."""
 CLOCK_MARGIN_S = 30.0
-"""How far the clocks of two honest peers may lie apart before a record counts as expired or too long-lived."""
+"""How far the clocks of two honest peers may lie apart before a record is refused for its expiry."""
 WORKER_SHARDS = 16
 """Keys over which the adverts of one run are spread, so that no node holds or answers for all of them."""
 
 _DOMAIN = b"echo2p2p/1/record"
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+# Patterns end in \Z, not $: that one lets a line break at the end through.
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A name that people chose; nothing in it needs escaping anywhere."""
-GpuName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+()/-]{0,63}$")]
+GpuName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+()/-]{0,63}\Z")]
 NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
 """A policy version; −1 where none is held yet. Version 0 is the policy that the run starts from."""
-PeerIdText = Annotated[str, Meta(min_length=46, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
+PeerIdText = Annotated[str, Meta(min_length=46, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+\Z")]
 
-_RUN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}@[1-9A-HJ-NP-Za-km-z]{46,64}$")
+_RUN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}@[1-9A-HJ-NP-Za-km-z]{46,64}\Z")
 
 
 class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
@@ -58,15 +59,18 @@ class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
     tokens_per_s: NonNegative
     version: Version
     engine: Name
-    state: Annotated[str, Meta(pattern="^(standby|active|leaving)$")]
+    state: Annotated[str, Meta(pattern=r"^(standby|active|leaving)\Z")]
     software: Name
 
 
 class LearnerRecord(msgspec.Struct, frozen=True, tag="learner"):
-    """What a learner says of its run. ``step`` counts finished training steps; ``mode`` is async or sequential."""
+    """What a learner says of its run. ``step`` counts finished training steps.
+
+    ``mode`` is async or sequential.
+    """
 
     task: Name
-    mode: Annotated[str, Meta(pattern="^(async|sequential)$")]
+    mode: Annotated[str, Meta(pattern=r"^(async|sequential)\Z")]
     staleness: Annotated[int, Meta(ge=0, le=10_000)]
     kappa: Annotated[int, Meta(ge=1, le=10_000)]
     step: Annotated[int, Meta(ge=0, le=2**53)]
@@ -86,7 +90,7 @@ class ManifestRecord(msgspec.Struct, frozen=True, tag="manifest"):
     """
 
     version: Version
-    manifest_digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    manifest_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     manifest_bytes: Annotated[int, Meta(ge=1, le=16 * 2**20)]
     snapshot_bytes: Annotated[int, Meta(ge=0, le=2**50)]
 
@@ -149,9 +153,7 @@ class Keys:
         return f"{self._prefix}/workers/{shard}"
 
 
-def seal(
-    identity: Identity, key: str, body: Body, *, sequence: int, expires_unix: float
-) -> bytes:
+def seal(identity: Identity, key: str, body: Body, *, sequence: int, expires_unix: float) -> bytes:
     """Make the signed value of a record: 64 bytes of signature, then the encoded :class:`Record`.
 
     Raises:

@@ -41,9 +41,9 @@ def headline(history: RunHistory) -> list[Figure]:
 
 
 def status(history: RunHistory) -> str:
-    """Finished, under way or not started; a log cannot tell a run under way from one that was killed."""
+    """How far it is. A log cannot tell a run that is under way from one that was killed."""
     if history.finished is not None:
-        return "finished"
+        return "stopped" if history.finished.get("finished") is False else "finished"
     return "under way, or ended without a word" if history.started else "not started"
 
 

@@ -22,7 +22,7 @@ class RunHistory:
 
     Attributes:
         started: fields of the last ``run_started``; empty if there is none.
-        finished: fields of ``run_finished``; None if the run is still going or ended without it.
+        finished: fields of the last ``run_finished``; None if the run goes on or ended without it.
         resumes: how often it was started again.
         seconds: wall-clock time of all its processes.
         steps: numbers of the steps that count, ascending; int64, shape (n,).

@@ -145,7 +145,7 @@ def plain_line(state: RunState) -> str:
     parts.append(f"workers {active}/{len(state.workers)}")
     parts.append(f"spent {human_usd(state.spend.total)}")
     if state.finished is not None:
-        parts.append("finished")
+        parts.append("stopped" if state.finished.get("finished") is False else "finished")
     return ascii_only("  ".join(parts), 240)
 
 
@@ -235,7 +235,7 @@ def _worker_row(worker: Worker) -> list[Text]:
         Text(_or_dash(worker.price_per_hour, ".3g")),
         Text(_or_dash(worker.mu, ".3g")),
         Text(_or_dash(worker.rho * 1000, ".3g")),
-        Text(str(worker.version) if worker.version >= 0 else "–"),
+        Text(str(worker.version) if worker.version >= 0 else "-"),
         Text(clean(worker.state, 12)),
     ]
 

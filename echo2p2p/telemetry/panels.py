@@ -275,10 +275,11 @@ def _line(axes: Any, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> N
 def _stack(axes: Any, x: np.ndarray, layers: Sequence[tuple[np.ndarray, str, str]]) -> None:
     """Stacked bars, or stacked areas where there are too many for bars."""
     base = np.zeros(len(x))
+    width = 0.8 * float(np.diff(x).min()) if len(x) > 1 else 0.8
     for values, colour, label in layers:
         top = base + np.nan_to_num(values)
         if len(x) <= _MAX_BARS:
-            axes.bar(x, top - base, bottom=base, width=0.8, color=colour, label=label)
+            axes.bar(x, top - base, bottom=base, width=width, color=colour, label=label)
         else:
             axes.fill_between(x, base, top, step="mid", color=colour, label=label, linewidth=0)
         base = top

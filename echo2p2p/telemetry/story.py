@@ -41,7 +41,7 @@ def _activation(event: Event) -> str:
 
 
 def _step(event: Event) -> str:
-    return f"step {clean(event.get('step'))} applied no update: its gradient was not finite"
+    return f"the policy did not move at step {clean(event.get('step'))}: {clean(event.get('skipped'))}"
 
 
 def _eval(event: Event) -> str:
@@ -54,7 +54,8 @@ def _refused(event: Event) -> str:
 
 
 def _run_finished(event: Event) -> str:
-    return f"run finished after {clean(event.get('steps'))} steps"
+    how = "stopped" if event.get("finished") is False else "finished"
+    return f"run {how} after {clean(event.get('steps'))} steps"
 
 
 def _events_lost(event: Event) -> str:

@@ -258,7 +258,7 @@ class Fetch:
         return assets
 
     async def _fetch_asset(self, asset: Asset, order: list[PeerId]) -> bytes:
-        """As a chunk: from its first holder or a deputy, or from the learner if this peer's turn comes first."""
+        """As a chunk: from its first holder or a deputy, or the learner if this peer's turn comes first."""
         me = self._network.peer_id
         place = order.index(me) if me in order else len(order)
         route = [(source, True) for source in order[:place]]

@@ -112,7 +112,7 @@ class FakeRun:
         self.log.emit("worker_left", worker=worker["worker"], reason=reason)
 
     def publish(self) -> None:
-        self.version += 1
+        self.version += 3
         size = 6.5e6 * self.rng.uniform(0.8, 1.3)
         self.log.emit("published", version=self.version, snapshot_bytes=540_000_000, chunks=7)
         active = self.active()
@@ -152,13 +152,14 @@ class FakeRun:
         self.log.emit(
             "step",
             step=step,
+            skipped="",
             reward_mean=np.float32(curve + self.rng.normal(0, 0.025)),
             reward_std=0.35 - 0.2 * curve,
             loss=self.rng.normal(0, 0.02),
             grad_norm=abs(self.rng.normal(0.6, 0.15)),
             entropy=1.2 - 0.6 * curve,
             mismatch_kl=abs(self.rng.normal(2e-3, 5e-4)),
-            ratio_max=1.8,
+            weight_max=1.8,
             clipped_fraction=0.01,
             staleness_mean=float((ages * np.arange(5)).sum() / ages.sum()),
             staleness_max=int(np.flatnonzero(ages).max()),
@@ -176,7 +177,6 @@ class FakeRun:
             dropped=self.dropped,
             spend_usd=self.spend,
             all_on_usd=self.all_on,
-            skipped=False,
         )
 
     def evaluate(self, step: int) -> None:
@@ -184,7 +184,10 @@ class FakeRun:
         self.log.emit("eval", step=step, reward=curve, n=64)
 
     def finish(self, steps: int) -> None:
-        self.log.emit("run_finished", steps=steps, seconds=self.clock.now - 1000)
+        for worker in self.pool:
+            if worker["state"] != "gone":
+                self.leave(worker, "the run is finished")
+        self.log.emit("run_finished", finished=True, steps=steps, seconds=self.clock.now - 1000)
         self.log.close()
 
     def play(self, steps: int) -> None:

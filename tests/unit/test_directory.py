@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from echo2p2p.errors import DeadlineExceeded, RecordError, SwarmError
+from echo2p2p.errors import DeadlineExceeded, RecordError, SwarmError, VerificationError
 from echo2p2p.swarm.directory import Directory, WorkersSeen
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.memory import MemoryNetwork, MemorySwarm
@@ -363,7 +363,6 @@ async def test_readers_with_a_wrong_date_within_the_margin_find_everything(world
 @virtual
 async def test_a_name_that_is_no_run_is_refused(world: World) -> None:
     other = Identity.from_seed(bytes(32)).peer_id
-    for name in ("", "quick", f"@{other}", f"a/b@{other}", "quick@" + "1" * 46, f"quick@{other}x\n"):
-        with pytest.raises((RecordError, Exception)) as caught:
+    for name in ("", "quick", f"@{other}", f"a/b@{other}", "quick@" + "1" * 46, f"quick@{other}\n"):
+        with pytest.raises(VerificationError):
             Directory(world.learner, name)
-        assert type(caught.value).__module__ == "echo2p2p.errors"

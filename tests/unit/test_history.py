@@ -104,10 +104,26 @@ def test_a_resume_takes_back_steps_but_not_money(tmp_path, counters):
     assert history.seconds == pytest.approx(first.clock.now - 1000 + second.clock.now - 1000, abs=0.1)
 
 
+def test_the_goodbyes_at_the_end_hide_nothing(tmp_path):
+    FakeRun(tmp_path / "events.jsonl").play(9)
+    history = load_history(tmp_path / "events.jsonl")
+    states = [worker.state for worker in history.workers]
+    assert states.count("gone") == 1
+    assert states.count("active") > 0
+    assert {worker.left for worker in history.workers} == {"", "no sign of life for 30 s"}
+    assert sum("left" in text for _, text in history.notable) == 2, "the worker that left, and what followed"
+
+
+def test_a_stopped_run_is_not_a_finished_one():
+    history = learner({"event": "run_started"}, {"event": "run_finished", "finished": False, "steps": 4})
+    assert status(history) == "stopped"
+    assert history.notable[-1][1] == "run stopped after 4 steps"
+
+
 def test_later_steps_override_earlier_ones_of_the_same_number():
     history = learner(
         {"event": "run_started"},
-        {"event": "step", "step": 1, "reward_mean": 0.1, "staleness_hist": {"9": 5}, "skipped": True},
+        {"event": "step", "step": 1, "reward_mean": 0.1, "staleness_hist": {"9": 5}, "skipped": "non-finite"},
         {"event": "run_started", "resumed_from": None},
         {"event": "step", "step": 1, "reward_mean": 0.2, "staleness_hist": {"0": 7}},
     )
@@ -137,7 +153,8 @@ def test_workers_own_logs_are_added(tmp_path):
     own = EventLog(tmp_path / "w.jsonl", role="worker", peer=peer, clock=FakeClock(5e6))
     own.emit("joined", run="r")
     own.emit("generated", groups=4, samples=32, tokens=4000, seconds=2.0, version=1)
-    own.emit("verdicts", accepted=3, refused={"late": 1})
+    for accepted in (1, 2, 1):  # the worker was started again before the last
+        own.emit("verdicts", accepted=accepted, refused={"late": 1})
     history = load_history(tmp_path / "events.jsonl", [tmp_path / "w.jsonl"])
     worker = next(worker for worker in history.workers if worker.peer == peer)
     assert (worker.generated_groups, worker.generated_tokens, worker.accepted) == (4, 4000, 3)

@@ -127,6 +127,13 @@ def test_ids_of_other_kinds_are_refused() -> None:
         public_key_of("1" * 10_000_000)
 
 
+def test_a_peer_has_one_name_only() -> None:
+    peer_id = Identity.from_seed(SEED).peer_id
+    for name in (peer_id + "\n", peer_id + " ", " " + peer_id, "1" + peer_id, peer_id + "\0"):
+        with pytest.raises(VerificationError):
+            public_key_of(name)
+
+
 def test_a_value_too_short_for_a_signature_is_refused() -> None:
     for size in (0, 63, 64):
         with pytest.raises(VerificationError):

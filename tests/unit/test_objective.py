@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from echo2p2p.learning.objective import entropy, group_advantages, k3, token_loss
+from echo2p2p.learning.objective import chosen_logprobs, group_advantages, k3, token_loss
 
 
 def loss_of(*, new, advantage, old=0.5, sampler=0.5, importance_cap=10.0, reference=None, beta=0.0):
@@ -93,4 +93,28 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
 
 
 def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
-    assert entropy(torch.full((2, 8), -math.log(8))).tolist() == pytest.approx([math.log(8)] * 2)
+    logprobs, entropies = chosen_logprobs(torch.zeros(2, 8), torch.tensor([0, 7]), 1.0)
+    assert entropies.tolist() == pytest.approx([math.log(8)] * 2)
+    assert logprobs.tolist() == pytest.approx([-math.log(8)] * 2)
+
+
+def test_the_temperature_divides_the_logits_and_0_stands_for_1():
+    logits, targets = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    for temperature, scaled in ((0.5, 4.0), (1.0, 2.0), (0.0, 2.0)):
+        logprobs, _ = chosen_logprobs(logits, targets, temperature)
+        assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-scaled)))
+
+
+def test_slices_of_a_large_vocabulary_give_the_same_values_and_gradients(monkeypatch):
+    torch.manual_seed(0)
+    values, targets = torch.randn(7, 5), torch.randint(0, 5, (7,))
+    results = []
+    for elements in (2**20, 10, 1):
+        monkeypatch.setattr("echo2p2p.learning.objective._SLICE_ELEMENTS", elements)
+        logits = values.clone().requires_grad_()
+        logprobs, entropies = chosen_logprobs(logits, targets, 0.7)
+        (logprobs * torch.arange(7)).sum().backward()
+        results.append((logprobs.detach(), entropies, logits.grad))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, two)

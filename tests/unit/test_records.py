@@ -49,7 +49,7 @@ def sealed(identity: Identity, key: str, body: Body, expires: float = NOW + 90) 
     return seal(identity, key, body, sequence=5, expires_unix=expires)
 
 
-def refused(value: bytes, owner: str, match: str = "") -> None:
+def refused(value: bytes, owner: str, match: str | None = None) -> None:
     with pytest.raises(RecordError, match=match):
         check(value, owner=owner, now_unix=NOW)
 
@@ -178,6 +178,7 @@ def test_an_oversized_record_is_neither_made_nor_believed() -> None:
         {"gpu": "<script>"},
         {"gpu": "a\n"},
         {"engine": "../../x"},
+        {"engine": "vllm\n"},
         {"software": ""},
         {"state": "asleep"},
         {"state": "active\n"},
@@ -252,6 +253,11 @@ def test_only_the_names_of_runs_make_keys(name: str) -> None:
 def test_a_run_name_with_a_line_break_is_refused() -> None:
     with pytest.raises(Echo2p2pError):
         Keys(RUN + "\n")
+
+
+def test_a_digest_with_a_line_break_is_refused() -> None:
+    body = msgspec.structs.replace(MANIFEST, manifest_digest="ab" * 32 + "\n")
+    refused(sealed(LEARNER, KEYS.manifest, body), LEARNER.peer_id)
 
 
 def test_the_highest_sequence_counts_whatever_the_expiry() -> None:

@@ -65,10 +65,17 @@ def hostile_log(path):
     return load_history(path)
 
 
-def test_a_report_of_a_run(tmp_path):
-    FakeRun(tmp_path / "events.jsonl").play(20)
-    report = write_report(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "report.html", "report.png"]
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of a plausible run."""
+    run_dir = tmp_path_factory.mktemp("run")
+    FakeRun(run_dir / "events.jsonl").play(20)
+    return write_report(run_dir)
+
+
+def test_a_report_of_a_run(report):
+    folder = report.png.parent
+    assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "report.html", "report.png"]
     assert Image.open(io.BytesIO(report.png.read_bytes())).size == (2288, 990)
     page = Page(report.html.read_text())
     assert page.tags.count("svg") == len(PANELS)
@@ -76,10 +83,8 @@ def test_a_report_of_a_run(tmp_path):
         assert piece in page.text
 
 
-def test_the_page_is_self_contained(tmp_path):
-    FakeRun(tmp_path / "events.jsonl").play(6)
-    history = load_history(tmp_path / "events.jsonl")
-    page = Page(render_page(history, draw_panels(history)))
+def test_the_page_is_self_contained(report):
+    page = Page(report.html.read_text())
     assert not {"script", "link", "iframe", "object", "img"} & set(page.tags)
     for name, value in page.attributes:
         assert name != "src"
@@ -90,11 +95,10 @@ def test_the_page_is_self_contained(tmp_path):
     assert len(ids) == len(set(ids))
 
 
-def test_the_panels_follow_the_theme_of_the_page(tmp_path):
-    FakeRun(tmp_path / "events.jsonl").play(6)
-    for _, svg in draw_panels(load_history(tmp_path / "events.jsonl")):
-        assert not [colour for colour in PALETTE.values() if colour in svg]
-        assert "var(--ink)" in svg
+def test_the_panels_follow_the_theme_of_the_page(report):
+    drawn = report.html.read_text().split("</style>", 1)[1]
+    assert not [colour for colour in PALETTE.values() if colour in drawn]
+    assert drawn.count("var(--ink)") > len(PANELS)
 
 
 def test_what_peers_chose_stays_text_on_the_page(tmp_path):
@@ -137,12 +141,14 @@ def test_an_empty_log_makes_an_honest_page(tmp_path):
 
 def test_logs_of_workers_within_the_run_folder_are_read(tmp_path, undrawn):
     FakeRun(tmp_path / "events.jsonl", workers=2).play(3)
-    line = '{"event":"verdicts","role":"worker","peer":"12D3KooWown","accepted":41}\n'
-    for folder in ("workers/a", "b"):
+    for folder, peer in (("workers/a", "12D3KooWfirst"), ("b", "12D3KooWother")):
         (tmp_path / folder).mkdir(parents=True)
+        line = f'{{"event":"verdicts","role":"worker","peer":"{peer}","accepted":41}}\n'
         (tmp_path / folder / "events.jsonl").write_text(line)
     page = Page(write_report(tmp_path).html.read_text())
-    assert "82" in page.text.split("accepted")[1]
+    assert page.text.count("041") == 2, "no groups generated, 41 accepted"
+    assert "Wfirst" in page.text
+    assert "Wother" in page.text
 
 
 def test_a_folder_without_a_log_is_refused(tmp_path):

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import stat
 import sys
 from collections.abc import Sequence
@@ -225,17 +226,20 @@ class Daemon:
 
     async def stop(self) -> None:
         """End p2pd, by force if it does not go within a second. Safe to call twice."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
         try:
             await self.wait_ended(_STOP_GRACE_S)
         finally:
-            if not self.ended:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+            self._signal(signal.SIGKILL)
         await self._process.wait()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+    def _signal(self, number: int) -> None:
+        # Not by the process object: its own check for life takes the exit status away from asyncio's watcher.
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     async def _read_output(self) -> None:
         # p2pd blocks once the pipe is full, so this goes on for as long as it lives.

