@@ -75,7 +75,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         link_mbit = measure_mbit(hosts[0], hosts[1])
         _say(f"raw TCP over a link of {min(arguments.up_mbit, down_mbit):g} Mbit/s: {link_mbit:.1f} Mbit/s")
         with _swarm(hosts, Path(folder), nbytes, arguments.chunk_kib * 1024) as nodes:
-            measured = {way: _send_once(way, version, nodes, bound_s) for way, version in _IN_PLACE.items()}
+            measured = {way: _send_once(way, version, nodes) for way, version in _IN_PLACE.items()}
     for way, figures in measured.items():
         figures["ratio"] = round(figures["seconds"] / bound_s, 3)
         figures["learner_bytes_ratio"] = round(figures["learner_bytes_ratio"] / nbytes, 3)
@@ -88,6 +88,7 @@ class _Node:
 
     def __init__(self, host: Host, settings: dict[str, Any]) -> None:
         self.host = host
+        self.peer_id = ""
         self._process = subprocess.Popen(
             host.command(sys.executable, "-m", "benchmarks.relay", "--node", json.dumps(settings)),
             stdin=subprocess.PIPE,
@@ -131,7 +132,7 @@ def _swarm(hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int) -
             own = {"folder": str(folder / str(at)), "address": host.address, "run": learner["run"]}
             nodes.append(_Node(host, settings | own | {"initial_peers": learner["addresses"]}))
         for node in nodes[1:]:
-            node.peer_id = node.answer()["peer_id"]  # type: ignore[attr-defined]
+            node.peer_id = node.answer()["peer_id"]
             _say(f"{node.host.address} has joined")
         yield nodes
     finally:
@@ -139,9 +140,9 @@ def _swarm(hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int) -
             list(pool.map(_Node.end, nodes))
 
 
-def _send_once(way: str, version: int, nodes: list[_Node], bound_s: float) -> dict[str, Any]:
+def _send_once(way: str, version: int, nodes: list[_Node]) -> dict[str, Any]:
     learner, *workers = nodes
-    members = [[node.peer_id, node.host.up_mbit] for node in workers] if way == "ours" else []  # type: ignore[attr-defined]
+    members = [[node.peer_id, node.host.up_mbit] for node in workers] if way == "ours" else []
     learner.tell({"publish": version, "members": members})
     published = learner.answer()
     started = time.monotonic()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +104,13 @@ async def run_learner(
     resume: str | None,
     stop: asyncio.Event,
     joined: Joined,
-    watch: Callable[[EventLog], Any] | None = None,
+    watch: Callable[[EventLog], AbstractContextManager[Any]] = nullcontext,
 ) -> bool:
     """Train until the run is finished or ``stop`` is set; returns whether it is finished.
 
     Args:
         resume: ``latest``, a step, or None for a new run.
-        watch: called with the event log before anything happens; what it returns is closed at the end.
+        watch: called with the event log before anything happens; what it returns is held until the end.
 
     Raises:
         SettingsError: the policy or the task is unusable, or there is a checkpoint and ``resume`` is None.
@@ -132,7 +132,6 @@ async def run_learner(
         run = f"{settings.name}@{network.peer_id}"
         store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
         events = EventLog(run_dir.events, role="learner", peer=network.peer_id, clock=network.clock)
-        watching = watch(events) if watch else None
         threads = ThreadTrainer(trainer, run_dir.checkpoints, keep=options.checkpoints_kept)
         publisher = WeightPublisher(
             network,
@@ -157,22 +156,21 @@ async def run_learner(
             state=msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState) if checkpoint else None,
         )
         try:
-            async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(network.wait_failed()),
-                    tasks.create_task(_on_set(stop, learner.stop)),
-                ]
-                await publisher.start()
-                joined(network)
-                finished = await learner.run()
-                for task in background:
-                    task.cancel()
+            await publisher.start()
+            joined(network)
+            with watch(events):
+                async with asyncio.TaskGroup() as tasks:
+                    background = [
+                        tasks.create_task(network.wait_failed()),
+                        tasks.create_task(_on_set(stop, learner.stop)),
+                    ]
+                    finished = await learner.run()
+                    for task in background:
+                        task.cancel()
             return finished
         finally:
             threads.close()
             await engine.close()
-            if watching is not None:
-                watching.close()
             events.close()
 
 
@@ -305,7 +303,7 @@ def _load_policy(
             max_grad_norm=optimizer.max_grad_norm,
             clip_low=optimizer.clip_low,
             clip_high=optimizer.clip_high,
-            max_weight=optimizer.importance_cap,
+            importance_cap=optimizer.importance_cap,
             kl_beta=optimizer.kl_beta,
             temperature=options.temperature,
             micro_batch_tokens=optimizer.micro_batch_tokens,

@@ -71,10 +71,8 @@ def command(
         click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {join_line(network)}")
         click.echo("workers join with this line; stop with Ctrl-C", err=True)
 
-    def watch(events: EventLog) -> Any:
-        view = LiveView(events, plain=plain or wants_plain(sys.stderr, os.environ))
-        view.__enter__()
-        return _Closing(view)
+    def watch(events: EventLog) -> LiveView:
+        return LiveView(events, plain=plain or wants_plain(sys.stderr, os.environ))
 
     finished = run_role(
         lambda stop: run_learner(settings, place, resume=resume, stop=stop, joined=joined, watch=watch)
@@ -85,10 +83,3 @@ def command(
         err=True,
     )
 
-
-class _Closing:
-    def __init__(self, view: Any) -> None:
-        self._view = view
-
-    def close(self) -> None:
-        self._view.__exit__(None, None, None)

@@ -20,6 +20,9 @@ from echo2p2p.errors import SettingsError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a policy is computed and published in."""
 
+SEED_POLICY = Path(__file__).parents[1] / "seed_policy"
+"""The folder of the policy that comes with echo2p2p; ``scripts/make_seed_policy.py`` made it."""
+
 _ATTENTION = ("sdpa", "eager")
 _MAX_JSON_BYTES = 2**20
 

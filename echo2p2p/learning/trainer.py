@@ -1,8 +1,8 @@
 """The GRPO trainer: groups in, the next policy version out.
 
 One call of :meth:`GRPOTrainer.train` makes one policy version. Given the same state and groups it computes
-the same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. An update
-whose loss or gradient is not finite changes nothing and ends the step.
+the same bits on the same machine, so a resumed run continues exactly where its checkpoint was taken. An
+update whose loss or gradient is not finite changes nothing and ends the step.
 """
 
 from __future__ import annotations

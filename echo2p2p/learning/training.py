@@ -32,10 +32,7 @@ class ThreadTrainer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
-        metrics = asdict(await self._call(lambda: self._trainer.train(groups)))
-        metrics["skipped"] = metrics["skipped"] == "non-finite"
-        metrics["ratio_max"] = metrics.pop("weight_max")
-        return metrics
+        return asdict(await self._call(lambda: self._trainer.train(groups)))
 
     async def snapshot(self) -> Snapshot:
         return await self._call(self._trainer.snapshot)

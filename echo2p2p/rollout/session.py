@@ -43,6 +43,7 @@ LONGEST_RETRY_S = 15.0
 SILENT_BEATS = 4
 """The learner answers every beat; one that leaves so many unanswered is dialled anew."""
 LAST_WORDS_S = 3.0
+ACCEPTED = "accepted"
 MAX_MESSAGE_BYTES = 2**20
 OUTBOX_MESSAGES = 4096
 
@@ -207,12 +208,9 @@ class LearnerSession:
 
     def _settle(self, verdict: Verdict) -> None:
         self._unanswered.pop((verdict.lease, verdict.index), None)
-        self._verdicts[verdict.reason or "accepted"] += 1
+        self._verdicts[verdict.reason or ACCEPTED] += 1
         if verdict.reason:
             log.warning("a group was refused: %s", verdict.reason)
-        accepted = self._verdicts["accepted"]
-        refused = {reason: n for reason, n in self._verdicts.items() if reason != "accepted"}
-        self._events.emit("verdicts", accepted=accepted, refused=refused)
 
     async def _write(self, stream: Stream) -> None:
         while True:
@@ -222,6 +220,8 @@ class LearnerSession:
     async def _beat(self, period_s: float) -> None:
         while True:
             self.tell(Beat(self._owner.version, self._owner.queued))
+            refused = {reason: n for reason, n in self._verdicts.items() if reason != ACCEPTED}
+            self._events.emit("verdicts", accepted=self._verdicts[ACCEPTED], refused=refused)
             await asyncio.sleep(period_s)
 
     async def _end_on_stop(self, stream: Stream) -> None:

@@ -6,6 +6,7 @@ lives in one file in libp2p's own private-key format, which p2pd reads as it is.
 
 from __future__ import annotations
 
+import functools
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -99,6 +100,8 @@ def verify(peer: PeerId, domain: bytes, payload: bytes, signature: bytes) -> Non
 
 
 @lru_cache(maxsize=65536)
+# Asked for the same few peers over and over; only real ids, which are short, are remembered.
+@functools.lru_cache(maxsize=4096)
 def public_key_of(peer: PeerId) -> bytes:
     """The 32 bytes of the key that is embedded in an Ed25519 peer id.
 

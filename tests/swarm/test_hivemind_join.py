@@ -11,13 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hivemind_helpers import Join
 
 from echo2p2p.errors import JoinError, PeerUnreachable, SettingsError
 from echo2p2p.swarm.clock import SystemClock
-from echo2p2p.swarm.hivemind import HivemindNetwork
 from echo2p2p.swarm.identity import Identity
-
-from .conftest import Join
 
 DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.from_seed(b'd' * 32).peer_id}"
 
@@ -48,7 +46,7 @@ async def test_a_dead_bootstrap_peer_among_living_ones_does_not_matter(join: Joi
 
 async def test_no_living_bootstrap_peer_is_a_join_error_within_the_deadline(join: Join) -> None:
     started = time.monotonic()
-    with pytest.raises(JoinError, match="12D3KooW.*refused") as failure:
+    with pytest.raises(JoinError, match=r"12D3KooW.*refused") as failure:
         await join("first", through=[DEAD], startup_timeout_s=2)
     assert time.monotonic() - started < 4
     assert "port" in failure.value.hint
@@ -67,7 +65,13 @@ async def test_a_bootstrap_peer_that_comes_up_late_is_found(join: Join, tmp_path
 
 @pytest.mark.parametrize(
     "address",
-    ["nonsense", "/ip4/127.0.0.1/tcp/99999999", "/ip4/127.0.0.1/tcp/4001", "/ip4/127.0.0.1/tcp/4001/p2p/x", ""],
+    [
+        "nonsense",
+        "/ip4/127.0.0.1/tcp/99999999",
+        "/ip4/127.0.0.1/tcp/4001",
+        "/ip4/127.0.0.1/tcp/4001/p2p/x",
+        "",
+    ],
 )
 async def test_a_malformed_bootstrap_address_is_a_settings_error_that_names_it(
     join: Join, address: str
@@ -138,16 +142,17 @@ async def test_close_ends_p2pd_and_removes_its_folder_and_later_calls_raise(join
 
 
 def test_importing_leaves_signals_loop_policy_and_logging_alone() -> None:
-    script = (
-        "import asyncio, logging, signal\n"
-        "before = [signal.getsignal(s) for s in signal.valid_signals()], type(asyncio.get_event_loop_policy())\n"
-        "import echo2p2p.swarm.hivemind\n"
-        "after = [signal.getsignal(s) for s in signal.valid_signals()], type(asyncio.get_event_loop_policy())\n"
-        "assert before == after\n"
-        "assert not logging.getLogger('hivemind').handlers and not logging.getLogger().handlers\n"
-        "assert logging.getLevelName(logging.WARNING) == 'WARNING'\n"
-        "assert logging.getLogger('hivemind.dht').getEffectiveLevel() == logging.WARNING\n"
-    )
+    script = """
+import asyncio, logging, signal
+def state():
+    return [signal.getsignal(s) for s in signal.valid_signals()], type(asyncio.get_event_loop_policy())
+before = state()
+import echo2p2p.swarm.hivemind
+assert before == state()
+assert not logging.getLogger("hivemind").handlers and not logging.getLogger().handlers
+assert logging.getLevelName(logging.WARNING) == "WARNING"
+assert logging.getLogger("hivemind.dht").getEffectiveLevel() == logging.WARNING
+"""
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
 
 

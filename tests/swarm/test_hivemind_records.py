@@ -12,13 +12,12 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
+from hivemind_helpers import Join, run_of, sealed_advert
 
 from echo2p2p.errors import RecordError
 from echo2p2p.swarm.hivemind import HivemindNetwork, NodeLimits, TableLimits
 from echo2p2p.swarm.hivemind.table import key_id
 from echo2p2p.swarm.identity import Identity
-
-from .conftest import Join, run_of, sealed_advert
 
 Attacker = Any
 
@@ -103,7 +102,15 @@ async def test_an_expired_record_is_gone(join: Join) -> None:
     assert await first.find_records(key, timeout_s=5) == {}
 
 
-FORGERIES = ["other signer", "other key", "other expiry", "too large", "flipped bit", "no subkey", "junk subkey"]
+FORGERIES = [
+    "other signer",
+    "other key",
+    "other expiry",
+    "too large",
+    "flipped bit",
+    "no subkey",
+    "junk subkey",
+]
 
 
 def forge(kind: str, victim: HivemindNetwork) -> tuple[str, Any, bytes, float]:

@@ -8,13 +8,12 @@ import logging
 import random
 
 import pytest
+from hivemind_helpers import Join
 
 from echo2p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
 from echo2p2p.swarm.hivemind import NodeLimits, StreamLimits
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.network import Stream
-
-from .conftest import Join
 
 ECHO = "/echo2p2p/1/echo"
 

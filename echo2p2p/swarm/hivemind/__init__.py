@@ -18,8 +18,12 @@ the caller's loop, loop policy or signal handlers.
 from __future__ import annotations
 
 import logging
+import warnings
 
-from hivemind.utils.logging import use_hivemind_log_handler
+with warnings.catch_warnings():
+    # hivemind imports parts of its own that warn, and that we don't use.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from hivemind.utils.logging import use_hivemind_log_handler
 
 from echo2p2p.swarm.hivemind.network import HivemindNetwork
 from echo2p2p.swarm.hivemind.node import NodeLimits

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import stat
 import sys
 from collections.abc import Sequence
@@ -112,6 +113,24 @@ def _identity_in_use(peer: PeerId) -> JoinError:
         f"a node with the identity {peer} runs on this machine already",
         hint="stop it, or give this node another --identity-path",
     )
+
+
+def check_ports_free(host_maddrs: Sequence[str]) -> None:
+    """See whether the TCP ports in ``host_maddrs`` are free; p2pd itself would share one with another p2pd.
+
+    Raises:
+        JoinError: somebody listens there, or this machine does not have that address.
+    """
+    for address in host_maddrs:
+        match address.split("/"):
+            case ["", "ip4" | "ip6" as family, host, "tcp", port, *_] if port != "0":
+                probe = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
+                with probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    try:
+                        probe.bind((host, int(port)))
+                    except OSError as error:
+                        raise _cannot_listen(f"{address}: {(error.strerror or str(error)).lower()}") from None
 
 
 def p2pd_arguments(
@@ -254,8 +273,12 @@ class Daemon:
 
 
 def _startup_error(last_line: str) -> JoinError:
-    if "address already in use" in last_line or "failed to listen" in last_line:
-        return JoinError(
-            f"p2pd cannot listen: {last_line}", hint="choose another port in --host-maddrs, or 0 for any"
-        )
+    if "failed to listen" in last_line:
+        return _cannot_listen(last_line)
     return JoinError(f"p2pd ended at once: {last_line}")
+
+
+def _cannot_listen(why: str) -> JoinError:
+    return JoinError(
+        f"this node cannot listen on {why}", hint="choose another port in --host-maddrs, or 0 for any"
+    )

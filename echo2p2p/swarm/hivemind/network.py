@@ -161,8 +161,16 @@ class HivemindNetwork:
 
     async def handle(self, protocol: str, handler: StreamHandler) -> None:
         node = self._up()
-        self._incoming.handlers[protocol] = handler
-        await node.register(protocol)
+        handlers = self._incoming.handlers
+        known = protocol in handlers
+        handlers[protocol] = handler
+        if known:  # p2pd passes its streams on already
+            return
+        try:
+            await node.register(protocol)
+        except BaseException:
+            del handlers[protocol]
+            raise
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection from p2pd that stands for an incoming stream; runs in a task of its own."""

@@ -20,7 +20,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from echo2p2p.errors import JoinError, PeerUnreachable
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.hivemind.control import Control, by_peer
-from echo2p2p.swarm.hivemind.daemon import Daemon, NodeFolder, p2pd_arguments
+from echo2p2p.swarm.hivemind.daemon import Daemon, NodeFolder, check_ports_free, p2pd_arguments
 from echo2p2p.swarm.hivemind.streams import StreamLimits
 from echo2p2p.swarm.hivemind.table import Admission, Entry, RecordTable, TableLimits, key_id
 from echo2p2p.swarm.hivemind.validation import TableStorage, Validator, sightings
@@ -122,6 +122,7 @@ class Node:
         """
         limits = settings.limits
         folder.remove_sockets()
+        check_ports_free(settings.host_maddrs)
         with as_file(files("hivemind") / "hivemind_cli" / "p2pd") as binary:
             arguments = p2pd_arguments(
                 folder,
@@ -208,13 +209,15 @@ class Node:
         initial = by_peer(self._settings.initial_peers)
         if not initial:
             return
+        progress.append(f"no answer from the bootstrap peers {', '.join(self._settings.initial_peers)}")
         while True:
-            progress.append(f"no answer from the bootstrap peers {', '.join(self._settings.initial_peers)}")
             answers, failures = await self.reach(initial)
             if answers:
                 break
-            progress.append("; ".join(f"bootstrap peer {peer}: {why}" for peer, why in failures.items()))
-            logger.warning("no bootstrap peer answers yet; trying again: %s", progress[-1])
+            if len(progress) < 3:  # afterwards p2pd says no more than that it dialled them a moment ago
+                why = "; ".join(f"{peer}: {reason}" for peer, reason in failures.items())
+                progress += [f"no bootstrap peer answers: {why}"]
+                logger.warning("%s; trying again", progress[-1])
             await asyncio.sleep(self._limits.retry_period_s)
         offset = median(answer.offset_s for answer in answers)
         if abs(offset) > self._limits.max_clock_offset_s:

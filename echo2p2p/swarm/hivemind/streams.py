@@ -31,7 +31,7 @@ class StreamLimits:
     """What one node spends on streams.
 
     ``buffer_bytes`` is the read buffer's low mark (it holds at most twice that) and the write buffer's high
-    mark of each stream; asyncio's own 64 KiB costs a tenth of the throughput, more than this gains nothing. ``stall_s`` is how long a write may make no
+    mark of each stream; asyncio's own 64 KiB costs throughput. ``stall_s`` is how long a write may make no
     progress; ``linger_s`` how long a close may take to hand over what was written.
     """
 
