@@ -57,8 +57,14 @@ Joined = Callable[["HivemindNetwork"], None]
 
 
 @asynccontextmanager
-async def join(settings: Settings, identity_path: Path) -> AsyncIterator[HivemindNetwork]:
-    """This node's place in the swarm, for the duration of the context. Raises JoinError."""
+async def join(
+    settings: Settings, identity_path: Path, *, client_mode: bool = False
+) -> AsyncIterator[HivemindNetwork]:
+    """This node's place in the swarm, for the duration of the context. Raises JoinError.
+
+    Args:
+        client_mode: only look: hold no records for others, serve nobody.
+    """
     from echo2p2p.swarm.hivemind import HivemindNetwork
 
     swarm = settings.swarm
@@ -70,6 +76,7 @@ async def join(settings: Settings, identity_path: Path) -> AsyncIterator[Hivemin
         use_relay=swarm.use_relay,
         use_auto_relay=swarm.use_auto_relay,
         startup_timeout_s=swarm.startup_timeout_s,
+        client_mode=client_mode,
     )
     try:
         yield network

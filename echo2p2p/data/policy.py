@@ -8,12 +8,15 @@ remote code, no pickle, no kernels from a hub, no network.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
 
 from echo2p2p.errors import SettingsError
 
@@ -22,6 +25,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SEED_POLICY = Path(__file__).parents[1] / "seed_policy"
 """The folder of the policy that comes with echo2p2p; ``scripts/make_seed_policy.py`` made it."""
+
+ASSETS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""The files of a policy folder that a worker needs: everything but weights; all of them are data."""
 
 _ATTENTION = ("sdpa", "eager")
 _MAX_JSON_BYTES = 2**20
@@ -38,6 +52,11 @@ def load_config(policy_dir: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(policy_dir, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise SettingsError(f"{policy_dir} holds no usable config.json: {error}") from error
+
+
+def read_assets(policy_dir: Path) -> dict[str, bytes]:
+    """Those of ``ASSETS`` that the folder has, by name; in a folder they are a policy without weights."""
+    return {name: (policy_dir / name).read_bytes() for name in ASSETS if (policy_dir / name).is_file()}
 
 
 def build_model(
@@ -60,14 +79,12 @@ def build_model(
     common: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype, "trust_remote_code": False}
     try:
         if weights:
-            model = AutoModelForCausalLM.from_pretrained(
-                policy_dir, config=config, local_files_only=True, use_safetensors=True, **common
-            )
+            model = _load_weights(policy_dir, config, common)
         else:
             model = AutoModelForCausalLM.from_config(config, **common)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        built: nn.Module = model.to(device)
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
         raise SettingsError(f"no model can be built from {policy_dir}: {error}") from error
-    built: nn.Module = model.to(device)
     return built.eval().requires_grad_(False)
 
 
@@ -117,6 +134,37 @@ def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
         float32, the same shape.
     """
     return torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+
+
+def _load_weights(policy_dir: Path, config: PretrainedConfig, common: dict[str, Any]) -> Any:
+    with _no_progress_bar():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            policy_dir,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **common,
+        )
+    # transformers only warns, and would train a policy that is partly random.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise SettingsError(
+            f"the weights in {policy_dir} lack {len(missing)} of the model's tensors, such as {missing[0]}"
+        )
+    return model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one on stderr, over whatever the caller shows there."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -26,7 +27,15 @@ from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import Session, WorkSessions
+from echo2p2p.learning.status import (
+    MAX_WORKERS_LISTED,
+    RunStatus,
+    WorkerStatus,
+    serve_status,
+    worker_status,
+)
 from echo2p2p.swarm.directory import Directory
+from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import LearnerRecord, ManifestRecord, RunRecord
 from echo2p2p.telemetry.events import EventLog
@@ -36,6 +45,9 @@ from echo2p2p.weights.snapshot import Snapshot
 
 log = logging.getLogger("echo2p2p.learner")
 
+MAX_GONE_KEPT = 256
+"""Workers that have left and are still shown to people who look."""
+
 
 class Trainer(Protocol):
     """Turns groups into the next policy. Off the loop, one call at a time."""
@@ -44,13 +56,23 @@ class Trainer(Protocol):
         """Take one step; returns the fields of the ``step`` event that the trainer knows."""
         ...
 
-    async def snapshot(self) -> Snapshot:
-        """The policy as it is now."""
+    async def capture(self) -> tuple[Snapshot, Any]:
+        """The policy as it is now, and all that the trainer needs to go on from here; both are copies."""
         ...
 
-    async def save(self, step: int, learner_state: bytes) -> None:
-        """Write a checkpoint with the learner's own state beside the trainer's; durable on return."""
+    async def save(self, step: int, state: Any, learner_state: bytes) -> None:
+        """Write a checkpoint of a captured state, with the learner's own beside it; durable on return."""
         ...
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Everything of one version, taken between two steps: what is published, and what a resume starts from."""
+
+    version: int
+    snapshot: Snapshot
+    trainer: Any
+    learner: bytes
 
 
 Evaluate = Callable[[Snapshot, int], Awaitable[tuple[float, int]]]
@@ -61,7 +83,6 @@ class LearnerState(msgspec.Struct, frozen=True):
     """What of the learner is in a checkpoint. Cumulative figures go on where they were."""
 
     step: int
-    published: int
     frontier: int
     beyond: tuple[int, ...]
     reward_before: float | None = None
@@ -107,7 +128,7 @@ class Learner:
         self._events = events
         self._evaluate = evaluate
         self._resumed = state is not None
-        self._state = state or LearnerState(step=0, published=-1, frontier=0, beyond=())
+        self._state = state or LearnerState(step=0, frontier=0, beyond=())
         self._ledger = PromptLedger(
             LedgerState(self._state.frontier, self._state.beyond),
             first_lease=int(self._clock.unix() * 1000) * 1024,
@@ -148,9 +169,10 @@ class Learner:
         self._reward_before = self._state.reward_before
         self._reward_after: float | None = None
         self._scored_at = -1
-        self._saved_at = -1
+        self._saved = -1
         self._staleness_max = 0
         self._chunk_bytes: Counter[str] = Counter()
+        self._gone: dict[PeerId, tuple[WorkerStatus, float]] = {}
 
     @property
     def step(self) -> int:
@@ -185,6 +207,7 @@ class Learner:
         finished = False
         async with asyncio.TaskGroup() as tasks:
             await self._sessions.listen()
+            await serve_status(self._network, self._status)
             background = [
                 tasks.create_task(self._provisioner.run()),
                 tasks.create_task(self._directory.keep(self._run_record)),
@@ -192,7 +215,7 @@ class Learner:
                 tasks.create_task(self._keep_manifest()),
             ]
             finished = await self._train()
-            await self._checkpoint()
+            await self._checkpoint(await self._capture())
             reason = "the run is finished" if finished else "the learner stops and may come back"
             await self._sessions.say_goodbye(reason, retry=not finished)
             for task in background:
@@ -220,23 +243,25 @@ class Learner:
         options = self._settings.learner
         if not await self._unless_stopped(self._provisioner.wait_active()):
             return False
-        await self._publish()
-        if self._reward_before is None:
+        await self._publish(await self._capture())
+        if self._reward_before is None and self.step == 0:
             self._reward_before = await self._score()
         publication: asyncio.Task[None] | None = None
+        due = self.step + options.publication_period
         async with asyncio.TaskGroup() as tasks:
             while self.step < options.steps and not self._reached_goal():
                 if not await self._unless_stopped(self._one_step()):
                     return False
-                if self.step - self._dispatcher.published >= options.publication_period:
+                if self.step >= due:
+                    due = self.step + options.publication_period
                     # The next step trains while this version travels; two versions never travel at once.
                     if publication is not None:
                         await publication
-                    publication = tasks.create_task(self._publish(await self._trainer.snapshot()))
+                    publication = tasks.create_task(self._publish(await self._capture()))
                 if options.eval_every and self.step % options.eval_every == 0:
                     await self._score()
         if self._dispatcher.published < self.step:
-            await self._publish()
+            await self._publish(await self._capture())
         await self._score()
         return True
 
@@ -281,7 +306,7 @@ class Learner:
         if self._evaluate is None or self._scored_at == self.step:
             return self._reward_after
         self._scored_at = self.step
-        reward, n = await self._evaluate(await self._trainer.snapshot(), self.step)
+        reward, n = await self._evaluate((await self._trainer.capture())[0], self.step)
         self._reward_after = reward
         self._events.emit("eval", step=self.step, reward=reward, n=n)
         return reward
@@ -309,15 +334,13 @@ class Learner:
 
     # --- versions -----------------------------------------------------------------------------------
 
-    async def _publish(self, snapshot: Snapshot | None = None) -> None:
-        """Make the learner's version known: checkpoint, manifest, record, then a word to every active worker."""
-        version = self.step
-        if snapshot is None:
-            snapshot = await self._trainer.snapshot()
-        await self._checkpoint()
+    async def _publish(self, capture: Capture) -> None:
+        """Make a version known: checkpoint, manifest, record, then a word to every active worker."""
+        version = capture.version
+        await self._checkpoint(capture)
         active = self._provisioner.active
         members = [Member(session.peer, session.advert.upload_mbit) for session in active]
-        published = await self._publisher.publish(snapshot, version, members, self._assets)
+        published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
         self._manifest = published.record
         self._news.set()
         self._newer_manifest.set()
@@ -327,21 +350,29 @@ class Learner:
         self._broadcasts[version] = Broadcast(self._clock.monotonic(), following)
         self._broadcasts.pop(version - 64 * self._settings.learner.publication_period, None)
         self._events.emit(
-            "published", version=version, snapshot_bytes=snapshot.layout.nbytes, chunks=published.manifest.n_chunks
+            "published", version=version, snapshot_bytes=capture.snapshot.layout.nbytes, chunks=published.manifest.n_chunks
         )
         head = Head(self._directory.seal(published.record))
         for session in active:
             session.tell(head)
         self._dispatcher.top_up()
 
-    async def _checkpoint(self) -> None:
-        if self._saved_at == self.step:
+    async def _checkpoint(self, capture: Capture) -> None:
+        if self._saved == capture.version:
             return
         started = self._clock.monotonic()
+        await self._trainer.save(capture.version, capture.trainer, capture.learner)
+        self._saved = capture.version
+        self._events.emit(
+            "checkpoint", step=capture.version, seconds=self._clock.monotonic() - started
+        )
+
+    async def _capture(self) -> Capture:
+        """Between two steps only: policy, trainer and books all belong to the same version."""
+        snapshot, trainer = await self._trainer.capture()
         ledger = self._ledger.state()
         state = LearnerState(
             step=self.step,
-            published=self._dispatcher.published,
             frontier=ledger.frontier,
             beyond=ledger.beyond,
             reward_before=self._reward_before,
@@ -351,9 +382,7 @@ class Learner:
             all_on_usd=self._provisioner.spending.all_on_usd,
             dropped=dict(self._dispatcher.dropped),
         )
-        await self._trainer.save(self.step, msgspec.msgpack.encode(state))
-        self._saved_at = self.step
-        self._events.emit("checkpoint", step=self.step, seconds=self._clock.monotonic() - started)
+        return Capture(self.step, snapshot, trainer, msgspec.msgpack.encode(state))
 
     async def _keep_manifest(self) -> None:
         """Keep the newest manifest's record in the table, from the first publication on."""
@@ -385,6 +414,26 @@ class Learner:
             software=__version__,
         )
 
+    def _status(self) -> RunStatus:
+        mean_tokens = self._dispatcher.mean_tokens
+        here = [worker_status(s, mean_tokens) for s in self._sessions.open.values()]
+        now = self._clock.monotonic()
+        gone = [
+            msgspec.structs.replace(status, gone_s=now - since)
+            for peer, (status, since) in self._gone.items()
+            if peer not in self._sessions.open
+        ]
+        return RunStatus(
+            step=self.step,
+            published=self._dispatcher.published,
+            buffered=self._dispatcher.buffered,
+            leased=self._dispatcher.leased,
+            bubble_ratio=self._bubble_ratio,
+            spend_usd=self._provisioner.spending.usd,
+            dropped=dict(self._dispatcher.dropped),
+            workers=(here + gone)[:MAX_WORKERS_LISTED],
+        )
+
     # --- sessions -----------------------------------------------------------------------------------
 
     def joined(self, session: Session) -> None:
@@ -409,6 +458,12 @@ class Learner:
     def left(self, session: Session, reason: str) -> None:
         self._provisioner.account()
         self._dispatcher.remove(session)
+        self._gone[session.peer] = (
+            worker_status(session, self._dispatcher.mean_tokens),
+            self._clock.monotonic(),
+        )
+        while len(self._gone) > MAX_GONE_KEPT:
+            del self._gone[next(iter(self._gone))]
         self._events.emit("worker_left", worker=session.peer, reason=reason)
         self._provisioner.pool_changed()
 

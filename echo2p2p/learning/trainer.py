@@ -159,7 +159,10 @@ class GRPOTrainer:
         tally = _Tally(groups, rows_of(groups, scale_by_std=self.settings.scale_by_std))
         try:
             skipped = self._update_all(tally)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if not is_memory and "can't allocate memory" not in str(error):
+                raise
             self._optimizer.zero_grad(set_to_none=True)
             raise OutOfMemory(
                 "a training step did not fit into memory", hint="lower micro_batch_tokens"

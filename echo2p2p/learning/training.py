@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from echo2p2p.data.trajectory import Group
 from echo2p2p.learning.checkpoint import Checkpoint, save
-from echo2p2p.learning.trainer import GRPOTrainer
+from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
 from echo2p2p.weights.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -34,15 +34,13 @@ class ThreadTrainer:
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         return asdict(await self._call(lambda: self._trainer.train(groups)))
 
-    async def snapshot(self) -> Snapshot:
-        return await self._call(self._trainer.snapshot)
+    async def capture(self) -> tuple[Snapshot, TrainerState]:
+        return await self._call(lambda: (self._trainer.snapshot(), self._trainer.state()))
 
-    async def save(self, step: int, learner_state: bytes) -> None:
-        def write() -> None:
-            checkpoint = Checkpoint(step, self._trainer.state(), learner_state)
-            save(self._checkpoints, checkpoint, keep=self._keep)
-
-        await self._call(write)
+    async def save(self, step: int, state: TrainerState, learner_state: bytes) -> None:
+        # Not on the trainer's thread: the next step goes on while the disk is written.
+        checkpoint = Checkpoint(step, state, learner_state)
+        await asyncio.to_thread(lambda: save(self._checkpoints, checkpoint, keep=self._keep))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

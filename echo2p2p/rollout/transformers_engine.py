@@ -114,8 +114,8 @@ class TransformersEngine:
         """End the engine's thread and free its model. A decode under way stops at its next token."""
         self._closing.set()
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-        self._state = {}
-        del self._model
+        self._state, self._installed = {}, None
+        self._model = torch.nn.Module()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -188,17 +188,18 @@ class TransformersEngine:
         incoming = snapshot.state_dict()
         self._check_fit(incoming, version)
         expected = snapshot.fingerprint()
+        proven = False
         try:
             with _memory_errors(f"installing version {version}"):
                 held = self._write(incoming)
-        except BaseException:
-            self._restore()
-            raise
-        if held != expected:
-            self._restore()
+            proven = held == expected
+        finally:
+            if not proven:
+                self._restore()
+        if not proven:
             raise EngineError(
                 f"after installing version {version} the engine holds {held[:16]}…, not {expected[:16]}…",
-                hint="the memory of this machine, or the dtype of its weights, cannot be trusted",
+                hint="its tied tensors differ from the model's, or this machine's memory cannot be trusted",
             )
         self._installed, self._version = snapshot, version
         return held
@@ -270,12 +271,11 @@ def _prepare_thread(threads: int | None) -> None:
 def _memory_errors(what: str) -> Iterator[None]:
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error
-        raise EngineError(f"{what} failed: {error}") from error
-    finally:
+    except (RuntimeError, MemoryError) as error:
+        # Only the GPU's allocator has an error type of its own; the CPU's is told by its words.
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_memory and "can't allocate memory" not in str(error):
+            raise EngineError(f"{what} failed: {error}") from error
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error

@@ -38,9 +38,9 @@ class ModelledTrainer:
             "groups": len(groups),
         }
 
-    async def snapshot(self) -> Snapshot:
+    async def capture(self) -> tuple[Snapshot, int]:
         layout = Layout((TensorSpec("policy", "uint8", (self._snapshot_bytes,), 0, self._snapshot_bytes),), {})
-        return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes))
+        return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes)), self.step
 
-    async def save(self, step: int, learner_state: bytes) -> None:
-        self.checkpoints.append((step, learner_state))
+    async def save(self, step: int, state: int, learner_state: bytes) -> None:
+        self.checkpoints.append((state, learner_state))

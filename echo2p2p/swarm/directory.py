@@ -144,33 +144,37 @@ class Directory:
             log.info("left without a word: %s", error)
 
     async def _publish(self, body: Body) -> bytes:
-        value, key, expires_unix = self._seal(body)
-        if await self._store(key, value, expires_unix):
+        value, record = self._seal(body)
+        if await self._store(value, record):
             return value
-        # The table may hold a record from before a restart, made when this machine's date was ahead.
-        held = await self._network.find_records(key, timeout_s=self._store_timeout_s)
-        own = held.get(self._network.peer_id)
-        if own is not None:
-            there = self._check(own, self._network.peer_id)
-            if there.sequence >= self._sequence:
-                self._sequence = there.sequence
-                value, key, expires_unix = self._seal(body)
-                if await self._store(key, value, expires_unix):
-                    return value
+        key, me = record.key, self._network.peer_id
+        found = await self._network.find_records(key, timeout_s=self._store_timeout_s)
+        there = _believed(found, self._network.clock.unix()).get(me)
+        if there is not None and (there.sequence > self._sequence or there.sequence == record.sequence):
+            # Not made by this directory: from before a restart, say, when this machine's date was ahead.
+            self._sequence = there.sequence
+            value, record = self._seal(body)
+            if await self._store(value, record):
+                return value
+        elif there is not None and there.sequence > record.sequence:
+            return value  # a later call of this directory was faster; its word counts
         raise SwarmError(f"no node of the table took the record under {key}")
 
-    def _seal(self, body: Body) -> tuple[bytes, str, float]:
+    def _seal(self, body: Body) -> tuple[bytes, Record]:
         now = self._network.clock.unix()
         self._sequence = max(self._sequence + 1, int(now * 1000))
-        key = self._key_of(body)
-        expires_unix = now + self._ttl_s
-        value = seal(self._network.identity, key, body, sequence=self._sequence, expires_unix=expires_unix)
-        self._check(value, self._network.peer_id)
-        return value, key, expires_unix
+        value = seal(
+            self._network.identity,
+            self._key_of(body),
+            body,
+            sequence=self._sequence,
+            expires_unix=now + self._ttl_s,
+        )
+        return value, check(value, owner=self._network.peer_id, now_unix=now)
 
-    async def _store(self, key: str, value: bytes, expires_unix: float) -> bool:
+    async def _store(self, value: bytes, record: Record) -> bool:
         return await self._network.store_record(
-            key, value, expires_unix=expires_unix, timeout_s=self._store_timeout_s
+            record.key, value, expires_unix=record.expires_unix, timeout_s=self._store_timeout_s
         )
 
     def _key_of(self, body: Body) -> str:
@@ -239,8 +243,7 @@ class Directory:
             DeadlineExceeded: the table did not answer.
         """
         found = await network.find_records(Keys.RUNS, timeout_s=timeout_s)
-        now = network.clock.unix()
-        bodies = [check(value, owner=owner, now_unix=now).body for owner, value in found.items()]
+        bodies = [record.body for record in _believed(found, network.clock.unix()).values()]
         return sorted(body.run for body in bodies if isinstance(body, RunRecord))
 
     async def watch_workers(self, period_s: float) -> AsyncIterator[WorkersSeen]:
@@ -268,11 +271,7 @@ class Directory:
         """Merge what the table holds under ``key`` into what has been seen."""
         found = await self._network.find_records(key, timeout_s=timeout_s)
         seen = self._seen.setdefault(key, {})
-        for owner, value in found.items():
-            try:
-                record = self._check(value, owner)
-            except RecordError:
-                continue  # it expired on its way
+        for owner, record in _believed(found, self._network.clock.unix()).items():
             seen[owner] = newest([record, seen[owner]]) if owner in seen else record
 
     def _live(self, key: str) -> dict[PeerId, Record]:
@@ -282,5 +281,13 @@ class Directory:
         self._seen[key] = live
         return live
 
-    def _check(self, value: bytes, owner: PeerId) -> Record:
-        return check(value, owner=owner, now_unix=self._network.clock.unix())
+
+def _believed(found: dict[PeerId, bytes], now_unix: float) -> dict[PeerId, Record]:
+    """Parse what the network has verified, without what expired on its way here."""
+    records = {}
+    for owner, value in found.items():
+        try:
+            records[owner] = check(value, owner=owner, now_unix=now_unix)
+        except RecordError as error:
+            log.debug("not believed: %s", error)
+    return records

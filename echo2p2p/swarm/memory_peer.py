@@ -7,6 +7,7 @@ hangs, a handler's task is looked after until it ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from echo2p2p.swarm.network import PeerInfo, Stream, StreamHandler
 
 if TYPE_CHECKING:
     from echo2p2p.swarm.memory import MemorySwarm
+
+log = logging.getLogger(__name__)
 
 _LINGER_S = 10.0
 """How long closing a stream waits for what it still has to send."""
@@ -154,7 +157,8 @@ class MemoryNetwork:
         except asyncio.CancelledError:
             stream.break_("the other side ended")
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary of a handler: its bugs surface in close()
+        except Exception as error:  # the boundary of a handler: its bugs surface in MemorySwarm.close()
+            log.exception("a handler of %s failed", stream.protocol)
             self._swarm.errors.append(error)
         await stream.close()
 

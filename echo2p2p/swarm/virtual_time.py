@@ -35,7 +35,7 @@ class LivelockError(RuntimeError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An asyncio loop under virtual time, which starts at 0. Timers of equal time fire in the order of setting.
+    """An asyncio loop under virtual time, from 0 on. Timers of equal time fire in the order of setting.
 
     It replaces asyncio's turn of the loop and its heap of timers: tuples compare several times as fast as
     timer handles do, and there is nothing outside to poll.

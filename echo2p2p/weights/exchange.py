@@ -1,4 +1,4 @@
-"""Serves what this peer holds: manifests, assets and chunks, also of a version that is still arriving here.
+"""Serves what this peer holds: manifests and chunks, also of a version that is still arriving here.
 
 Guarantees:
 
@@ -21,10 +21,10 @@ from echo2p2p.weights.holding import Holding, OutgoingLane, set_within
 from echo2p2p.weights.wire import (
     CHUNK_PROTOCOL,
     MAX_MESSAGE_BYTES,
-    Blob,
+    Body,
     Chunk,
     FirstRequest,
-    GetBlob,
+    GetManifest,
     LaneRequest,
     Missing,
     OpenLane,
@@ -51,6 +51,8 @@ class ServerLimits:
     heartbeat_s: float = 1.0
     idle_s: float = 120.0
     write_s: float = 30.0
+    min_bytes_per_s: float = 16 * 1024
+    """An asker that takes a chunk more slowly than this, beyond ``write_s``, loses its lane."""
 
 
 DEFAULT_SERVER_LIMITS = ServerLimits()
@@ -107,8 +109,8 @@ class ChunkServer:
             request: FirstRequest = await receive(
                 stream, FirstRequest, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.first_request_s
             )
-            if isinstance(request, GetBlob):
-                await self._serve_blob(stream, request)
+            if isinstance(request, GetManifest):
+                await self._serve_manifest(stream, request)
             else:
                 await self._serve_lane(stream, request)
         finally:
@@ -116,29 +118,23 @@ class ChunkServer:
             if not self._streams[peer]:
                 del self._streams[peer]
 
-    async def _holding(self, digest: str, *, wait: bool) -> Holding | None:
+    async def _holding(self, digest: str) -> Holding | None:
         deadline = self._clock.monotonic() + self._limits.unknown_version_s
-        while digest not in self._holdings and wait:
+        while digest not in self._holdings:
             remaining = deadline - self._clock.monotonic()
             if remaining <= 0 or not await set_within(self._changed, remaining):
                 break
         return self._holdings.get(digest)
 
-    async def _serve_blob(self, stream: Stream, request: GetBlob) -> None:
-        holding = await self._holding(request.version, wait=request.wait)
-        data: bytes | None = None
-        if holding is not None and request.digest.hex() == request.version:
-            data = holding.body
-        elif holding is not None:
-            wait_s = self._limits.chunk_wait_s if request.wait else 0
-            data = await holding.read_asset(request.digest, wait_s=wait_s)
-        if data is None:
-            await self._reply(stream, Missing())
+    async def _serve_manifest(self, stream: Stream, request: GetManifest) -> None:
+        holding = await self._holding(request.version)
+        if holding is None:
+            await self._reply(stream, Refused("no such version here"))
         else:
-            await self._reply(stream, Blob(len(data)), data)
+            await self._reply(stream, Body(len(holding.body)), holding.body)
 
     async def _serve_lane(self, stream: Stream, request: OpenLane) -> None:
-        holding = await self._holding(request.version, wait=True)
+        holding = await self._holding(request.version)
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
             return

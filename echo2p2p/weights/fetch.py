@@ -25,13 +25,11 @@ from echo2p2p.errors import (
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.weights.holding import Holding, set_within
-from echo2p2p.weights.lane import FetchLimits, Lane, get_blob
-from echo2p2p.weights.manifest import Asset
+from echo2p2p.weights.lane import FetchLimits, Lane
 from echo2p2p.weights.plan import relay_plan
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
-from echo2p2p.weights.wire import GetBlob
 
 _STORE_QUEUE = 1024
 """Chunks that may wait for the disk before the lanes wait for it too."""
@@ -77,8 +75,8 @@ class Fetch:
         self.bytes_from_learner = 0
         self.bytes_from_peers = 0
 
-    async def run(self) -> dict[str, bytes]:
-        """Fetch what is missing; returns the assets by name. Every chunk is in the store afterwards.
+    async def run(self) -> None:
+        """Fetch what is missing. Every chunk is in the buffer and in the store afterwards.
 
         Raises:
             PeerUnreachable: nobody is left to be asked for something.
@@ -102,17 +100,14 @@ class Fetch:
         try:
             async with asyncio.TaskGroup() as self._group:
                 storing = self._group.create_task(self._write_to_store())
-                fetching_assets = self._group.create_task(self._fetch_assets())
                 self._open_lanes()
                 await self._watch()
                 for task in self._tasks.values():
                     task.cancel()
                 await self._to_store.put(None)
                 await storing
-                assets = await fetching_assets
         except BaseExceptionGroup as group:
             raise _cause(group) from None
-        return assets
 
     def _load_from_store(self) -> list[int]:
         """Copy what the store already has into the buffer: an earlier try, or chunks that did not change."""
@@ -241,48 +236,6 @@ class Fetch:
         return (
             f"version {self._manifest.version} lacks {len(missing)} of {self._manifest.n_chunks} chunks "
             f"({_some(missing)}), asked from {_some(sorted(self._asked))}"
-        )
-
-    # --- assets -----------------------------------------------------------------------------------------
-
-    async def _fetch_assets(self) -> dict[str, bytes]:
-        plan = relay_plan(len(self._manifest.assets), self._manifest.members)
-        assets = {}
-        for at, asset in enumerate(self._manifest.assets):
-            data = await self._clock.offload(partial(self._store.get, asset.digest))
-            if data is None:
-                data = await self._fetch_asset(asset, list(plan.order(at)))
-                await self._clock.offload(partial(self._store.put, asset.digest, data))
-            self._holding.add_asset(asset.digest)
-            assets[asset.name] = data
-        return assets
-
-    async def _fetch_asset(self, asset: Asset, order: list[PeerId]) -> bytes:
-        """As a chunk: from its first holder or a deputy, or the learner if this peer's turn comes first."""
-        me = self._network.peer_id
-        place = order.index(me) if me in order else len(order)
-        route = [(source, True) for source in order[:place]]
-        route += [(self._learner, True), *((source, False) for source in order[place + 1 :])]
-        failures = []
-        for source, wait in [*route, (self._learner, True)]:
-            if source in self._standing.banned:
-                continue
-            request = GetBlob(asset.digest, self._version, wait)
-            try:
-                data = await get_blob(
-                    self._network, source, request, max_bytes=asset.nbytes, limits=self._limits
-                )
-                if data is not None and len(data) == asset.nbytes:
-                    return data
-                failures.append(f"{source} does not have it")
-            except ChunkError as error:
-                self._standing.lied(source, error.message)
-                failures.append(error.message)
-            except SwarmError as error:
-                self._standing.failed(source)
-                failures.append(error.message)
-        raise PeerUnreachable(
-            f"asset {asset.name} of version {self._manifest.version} was not to be had: {'; '.join(failures)}"
         )
 
 

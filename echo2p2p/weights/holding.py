@@ -19,7 +19,7 @@ from echo2p2p.weights.wire import MAX_WANTS, Want
 class Holding:
     """One version as far as this peer has it.
 
-    While it arrives, chunks are read from ``buffer``, the snapshot in the making; afterwards from the store.
+    While it arrives, chunks are read from ``buffer`` (``manifest.total_bytes``); afterwards from the store.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Holding:
         self.arriving = buffer is not None
         self._here = bytearray(manifest.n_chunks)
         self._lanes: set[OutgoingLane] = set()
-        self._assets = {asset.digest: asyncio.Event() for asset in manifest.assets}
         if buffer is None:
             self.complete()
 
@@ -52,32 +51,17 @@ class Holding:
         for lane in self._lanes:
             lane.arrived(index)
 
-    def add_asset(self, digest: bytes) -> None:
-        """An asset is in the store."""
-        self._assets[digest].set()
-
     def complete(self) -> None:
-        """Every chunk and asset is in the store; the buffer is no longer read."""
+        """Every chunk is in the store; the buffer is no longer read."""
         self.arriving = False
         self._here = bytearray(b"\1" * self.manifest.n_chunks)
         self._buffer = None
-        for event in self._assets.values():
-            event.set()
 
     def abandon(self) -> None:
         """Nothing more will arrive: nobody needs to wait for it."""
         self.arriving = False
         for lane in self._lanes:
             lane.expect_no_more()
-        for event in self._assets.values():
-            event.set()
-
-    async def read_asset(self, digest: bytes, *, wait_s: float) -> bytes | None:
-        """An asset of this version, once it is here; None if it is none or did not come."""
-        event = self._assets.get(digest)
-        if event is None or not await set_within(event, wait_s):
-            return None
-        return await self._clock.offload(lambda: self._store.get(digest))
 
     async def read(self, index: int) -> bytes | memoryview | None:
         """The bytes of a chunk that is held; None if the store has lost it."""

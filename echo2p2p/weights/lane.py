@@ -1,4 +1,4 @@
-"""The asking side of the chunk protocol: one lane to one source, and single blobs.
+"""The asking side of the chunk protocol: one lane to one source, and manifests.
 
 Guarantees:
 
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from echo2p2p.errors import ChunkError, DeadlineExceeded, PeerUnreachable, ProtocolError
+from echo2p2p.errors import ChunkError, DeadlineExceeded, ManifestError, PeerUnreachable, ProtocolError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
-from echo2p2p.weights.manifest import Manifest
+from echo2p2p.weights.manifest import Manifest, digest
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.wire import (
     CHUNK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_WANTS,
-    BlobReply,
     Cancel,
     Chunk,
-    GetBlob,
+    GetManifest,
     LaneReply,
+    ManifestReply,
     Missing,
     OpenLane,
     Refused,
@@ -42,10 +42,11 @@ class FetchLimits:
     """How long a fetch waits for what, and how much it asks for at once.
 
     Attributes:
+        manifest_s: for the answer to a request for a manifest; a source may wait for it for a while.
         stall_s: silence after which a source that owes an answer counts as stalled.
         patience_s: others are asked too for what a source has not sent for so long while they did send.
         starved_s: without a single chunk from anybody for so long, the fetch fails.
-        min_bytes_per_s: a chunk or blob that comes slower breaks its stream.
+        min_bytes_per_s: a chunk or manifest that comes slower breaks its stream.
         window_bytes: asked for ahead on one lane.
         retry_s: pause before a failed source is dialled again, times its failures.
         tick_s: how often slow lanes are looked for.
@@ -53,6 +54,7 @@ class FetchLimits:
     """
 
     dial_s: float = 10.0
+    manifest_s: float = 15.0
     stall_s: float = 8.0
     patience_s: float = 20.0
     starved_s: float = 60.0
@@ -167,30 +169,30 @@ class Lane:
             self.last_chunk_s = self._network.clock.monotonic()
 
 
-async def get_blob(
-    network: Network, source: PeerId, request: GetBlob, *, max_bytes: int, limits: FetchLimits
-) -> bytes | None:
-    """Ask ``source`` for a manifest or an asset; None if it has none.
+async def get_manifest(
+    network: Network, source: PeerId, version: str, *, max_bytes: int, limits: FetchLimits
+) -> bytes:
+    """Ask ``source`` for the signed manifest whose digest is ``version``.
 
     Raises:
-        ChunkError: what came does not hash to the digest that was asked for.
+        ManifestError: what came does not hash to that.
         PeerUnreachable, DeadlineExceeded, ProtocolError: the stream broke, stalled, or was refused.
     """
     async with _opened(network, source, limits) as stream:
-        await send(stream, request)
-        reply: BlobReply = await receive(
-            stream, BlobReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=limits.starved_s
+        await send(stream, GetManifest(version))
+        reply: ManifestReply = await receive(
+            stream, ManifestReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=limits.manifest_s
         )
         if isinstance(reply, Refused):
-            raise PeerUnreachable(f"{source} refused a blob: {reply.reason}")
-        if isinstance(reply, Missing):
-            return None
+            raise PeerUnreachable(f"{source} does not give the manifest: {reply.reason}")
         if reply.nbytes > max_bytes:
-            raise ProtocolError(f"{source} offers {reply.nbytes} bytes, {max_bytes} are allowed")
-        data = await _read_body(stream, reply.nbytes, limits)
-    if blake3(data).digest() != request.digest:
-        raise ChunkError(f"{source} sent {len(data)} bytes that do not hash to {request.digest.hex()}")
-    return data
+            raise ProtocolError(
+                f"{source} offers a manifest of {reply.nbytes} bytes, {max_bytes} are allowed"
+            )
+        body = await _read_body(stream, reply.nbytes, limits)
+    if digest(body) != version:
+        raise ManifestError(f"{source} sent {len(body)} bytes that are not the manifest {version}")
+    return body
 
 
 async def _read_body(stream: Stream, nbytes: int, limits: FetchLimits) -> bytes:

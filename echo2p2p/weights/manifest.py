@@ -45,7 +45,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Asset(msgspec.Struct, frozen=True):
-    """A small file that belongs to the policy (``config.json``, tokenizer files, …), pinned by its digest."""
+    """A small file that belongs to the policy (``config.json``, tokenizer files, …), pinned by its digest.
+
+    It travels whole, as one more chunk after those of the snapshot.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     digest: Digest
@@ -59,7 +62,7 @@ class Manifest(msgspec.Struct, frozen=True):
         base_version: the version that a patch starts from; None where the chunks are the whole snapshot.
         fingerprint: of the whole snapshot (:meth:`Snapshot.fingerprint`).
         chunk_bytes: size of every chunk but the last, which ends where the snapshot ends.
-        chunks: the BLAKE3 digests of all chunks, 32 bytes each, one after another.
+        chunks: the BLAKE3 digests of the snapshot's chunks, 32 bytes each, one after another.
         members: the workers that relay this version, in the order of the relay plan.
     """
 
@@ -81,22 +84,34 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.layout.nbytes
 
     @property
+    def total_bytes(self) -> int:
+        """Bytes of the snapshot and, behind it, of all assets."""
+        return self.nbytes + sum(asset.nbytes for asset in self.assets)
+
+    @property
     def n_chunks(self) -> int:
-        return len(self.chunks) // DIGEST_BYTES
+        """Chunks of the snapshot, and one for each asset."""
+        return len(self.chunks) // DIGEST_BYTES + len(self.assets)
 
     def chunk_digest(self, index: int) -> bytes:
         """The BLAKE3 digest of chunk ``index``."""
+        past = index - len(self.chunks) // DIGEST_BYTES
+        if past >= 0:
+            return self.assets[past].digest
         return self.chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def chunk_span(self, index: int) -> tuple[int, int]:
-        """Where chunk ``index`` begins and ends in the snapshot."""
+        """Where chunk ``index`` begins and ends in the snapshot with the assets behind it."""
+        past = index - len(self.chunks) // DIGEST_BYTES
+        if past >= 0:
+            start = self.nbytes + sum(asset.nbytes for asset in self.assets[:past])
+            return start, start + self.assets[past].nbytes
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.nbytes)
 
     def digests(self) -> set[bytes]:
-        """Everything that must be held to have this version: chunks and assets."""
-        chunks = {self.chunk_digest(index) for index in range(self.n_chunks)}
-        return chunks | {asset.digest for asset in self.assets}
+        """Everything that must be held to have this version."""
+        return {self.chunk_digest(index) for index in range(self.n_chunks)}
 
 
 class ManifestLimits(msgspec.Struct, frozen=True):

@@ -59,6 +59,8 @@ class Schedule:
         self._copies: Counter[int] = Counter()
         self._step: dict[int, int] = {}
         self._unobtainable: set[int] = set()
+        # Chunks whose first source is too slow to count on: one open copy is not enough for them.
+        self._relieved: set[int] = set()
         for chunk in sorted(self._missing):
             self._begin(chunk)
 
@@ -138,6 +140,7 @@ class Schedule:
         self._open[source].clear()
         self._queues[source].clear()
         for chunk in chunks:
+            self._relieved.discard(chunk)
             self._drop_copy(chunk)
 
     def relieve(self, source: PeerId, keep: int) -> int:
@@ -148,6 +151,7 @@ class Schedule:
         already_open = list(self._open[source])[keep:]
         moved = [chunk for chunk in already_open if self._copies[chunk] == 1]
         for chunk in moved:
+            self._relieved.add(chunk)
             self._forward(chunk)
         queue = self._queues[source]
         excess = min(len(queue), max(0, self.load(source) - keep))
@@ -169,7 +173,7 @@ class Schedule:
 
     def _drop_copy(self, chunk: int) -> None:
         self._copies[chunk] -= 1
-        if chunk in self._missing and self._copies[chunk] <= 0:
+        if chunk in self._missing and self._copies[chunk] <= (chunk in self._relieved):
             self._forward(chunk)
 
     def _forward(self, chunk: int) -> None:

@@ -127,7 +127,7 @@ class Snapshot:
         ManifestError: the buffer has another size.
     """
 
-    def __init__(self, layout: Layout, buffer: bytes | bytearray) -> None:
+    def __init__(self, layout: Layout, buffer: bytes | bytearray | memoryview) -> None:
         if len(buffer) != layout.nbytes:
             raise ManifestError(f"a layout of {layout.nbytes} bytes does not fit {len(buffer)} bytes")
         self.layout = layout

@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo2p2p.errors import ChunkError, FingerprintMismatch, ManifestError, PeerUnreachable, SwarmError
+from echo2p2p.errors import FingerprintMismatch, ManifestError, PeerUnreachable, SwarmError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import Keys, ManifestRecord
 from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
 from echo2p2p.weights.fetch import Fetch
 from echo2p2p.weights.holding import Holding, restore
-from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_blob
+from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_manifest
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
-from echo2p2p.weights.wire import GetBlob
 
 _ROUNDS = 2
 """Times that everybody is asked for a manifest."""
@@ -129,7 +128,7 @@ class WeightSubscriber:
         self._members = tuple(member.peer for member in manifest.members)
 
         version = record.manifest_digest
-        buffer = bytearray(manifest.nbytes)
+        buffer = bytearray(manifest.total_bytes)
         holding = Holding(manifest, body, self._store, self._clock, buffer=buffer)
         self._server.serve(version, holding)
         fetch = Fetch(
@@ -143,8 +142,8 @@ class WeightSubscriber:
             self._fetch_limits,
         )
         try:
-            assets = await fetch.run()
-            snapshot = Snapshot(manifest.layout, buffer)
+            await fetch.run()
+            snapshot = Snapshot(manifest.layout, memoryview(buffer)[: manifest.nbytes])
             fingerprint = await self._clock.offload(snapshot.fingerprint)
             if fingerprint != manifest.fingerprint:
                 raise FingerprintMismatch(
@@ -158,6 +157,7 @@ class WeightSubscriber:
         holding.complete()
         self._server.keep_newest(self._keep_versions)
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
+        assets = _assets(manifest, buffer)
         return Fetched(manifest, snapshot, assets, fetch.bytes_from_learner, fetch.bytes_from_peers, fetch_s)
 
     async def _manifest_body(self, record: ManifestRecord, peers: Iterable[PeerId]) -> bytes:
@@ -170,29 +170,33 @@ class WeightSubscriber:
                 f"version {record.version} has a manifest of {record.manifest_bytes} bytes, "
                 f"{self._limits.max_manifest_bytes} are allowed"
             )
-        request = GetBlob(bytes.fromhex(record.manifest_digest), record.manifest_digest, True)
         sources = list(dict.fromkeys([self._learner, *peers, *self._members]))
         failures = []
         for source in sources * _ROUNDS:
             if source in self._standing.banned or source == self._network.peer_id:
                 continue
             try:
-                body = await get_blob(
+                return await get_manifest(
                     self._network,
                     source,
-                    request,
+                    record.manifest_digest,
                     max_bytes=record.manifest_bytes,
                     limits=self._fetch_limits,
                 )
-            except ChunkError as error:
+            except ManifestError as error:
                 self._standing.lied(source, error.message)
                 failures.append(error.message)
             except SwarmError as error:
                 failures.append(error.message)
-            else:
-                if body is not None:
-                    return body
-                failures.append(f"{source} does not have it")
         raise PeerUnreachable(
             f"the manifest of version {record.version} was not to be had: {'; '.join(failures)}"
         )
+
+
+def _assets(manifest: Manifest, buffer: bytearray) -> dict[str, bytes]:
+    first = manifest.n_chunks - len(manifest.assets)
+    spans = [manifest.chunk_span(first + at) for at in range(len(manifest.assets))]
+    return {
+        asset.name: bytes(buffer[start:end])
+        for asset, (start, end) in zip(manifest.assets, spans, strict=True)
+    }

@@ -1,8 +1,8 @@
-"""The chunk protocol: what peers say to each other to pass on manifests, assets and chunks.
+"""The chunk protocol: what peers say to each other to pass on manifests and chunks.
 
-One stream carries either one blob or one lane::
+One stream carries either one manifest or one lane::
 
-    GetBlob                     → Blob + its bytes, or Missing
+    GetManifest                 → Body + its bytes; or Refused
     OpenLane, Want, Want …      → Chunk + its bytes | Missing | Waiting, in any order; or Refused
 
 On a lane, chunks come in whatever order they become available at the source. A source that was asked to
@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from echo2p2p.weights.manifest import Digest
+from echo2p2p.weights.manifest import MAX_MANIFEST_BYTES
 
 CHUNK_PROTOCOL = "chunks"
 MAX_WANTS = 1024
@@ -27,16 +27,10 @@ Indices = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**24)], ...], Meta(max_l
 ManifestDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
-class GetBlob(msgspec.Struct, frozen=True, tag="get"):
-    """Asks for a signed manifest or for an asset, by its digest.
+class GetManifest(msgspec.Struct, frozen=True, tag="get"):
+    """Asks for a signed manifest, by its digest."""
 
-    ``version`` names the manifest that an asset belongs to. With ``wait``, a source to which that version
-    is still on its way answers once it has the asset.
-    """
-
-    digest: Digest
     version: ManifestDigest
-    wait: bool
 
 
 class OpenLane(msgspec.Struct, frozen=True, tag="lane"):
@@ -58,10 +52,10 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     chunks: Indices
 
 
-class Blob(msgspec.Struct, frozen=True, tag="blob"):
-    """``nbytes`` raw bytes follow."""
+class Body(msgspec.Struct, frozen=True, tag="body"):
+    """A signed manifest of ``nbytes`` raw bytes follows."""
 
-    nbytes: Annotated[int, Meta(ge=0, le=2**30)]
+    nbytes: Annotated[int, Meta(ge=0, le=MAX_MANIFEST_BYTES)]
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
@@ -71,9 +65,9 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class Missing(msgspec.Struct, frozen=True, tag="missing"):
-    """The source does not have these chunks (or this blob) and no longer waits for them."""
+    """The source does not have these chunks and no longer waits for them."""
 
-    chunks: Indices = ()
+    chunks: Indices
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
@@ -86,7 +80,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Annotated[str, Meta(max_length=256)]
 
 
-FirstRequest = GetBlob | OpenLane
+FirstRequest = GetManifest | OpenLane
 LaneRequest = Want | Cancel
 LaneReply = Chunk | Missing | Waiting | Refused
-BlobReply = Blob | Missing | Refused
+ManifestReply = Body | Refused

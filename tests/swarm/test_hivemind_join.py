@@ -44,6 +44,14 @@ async def test_a_dead_bootstrap_peer_among_living_ones_does_not_matter(join: Joi
     assert first.peer_id in [info.peer for info in await second.peers()]
 
 
+async def test_a_bootstrap_peer_may_be_told_of_itself(join: Join) -> None:
+    first = await join("first")
+    address = first.addresses()
+    await first.close()
+    again = await join("first", through=address, host_maddrs=[address[0].split("/p2p/")[0]])
+    assert again.addresses() == address
+
+
 async def test_no_living_bootstrap_peer_is_a_join_error_within_the_deadline(join: Join) -> None:
     started = time.monotonic()
     with pytest.raises(JoinError, match=r"12D3KooW.*refused") as failure:

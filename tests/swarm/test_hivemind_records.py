@@ -162,6 +162,18 @@ async def test_a_genuine_record_by_way_of_a_stranger_is_believed(
     assert await victim.find_records(key, timeout_s=5) == {owner.peer_id: value}
 
 
+async def test_junk_beside_a_genuine_record_does_not_hide_it(
+    victim: HivemindNetwork, attacker: Attacker
+) -> None:
+    owner, expired = Identity.generate(), Identity.from_seed(b"e" * 32)
+    keys = run_of(victim)
+    key, value, expires = sealed_advert(owner, keys)
+    _, old, _ = sealed_advert(expired, keys, lifetime_s=-5, key=key)
+    for subkey, junk in (("a", b"junk"), (expired.peer_id, old), (owner.peer_id, value)):
+        attacker.protocol.storage.store(DHTID.generate(key), junk, expires, subkey=subkey)
+    assert await victim.find_records(key, timeout_s=5) == {owner.peer_id: value}
+
+
 async def test_replaying_an_older_record_does_not_evict_the_newer(
     victim: HivemindNetwork, attacker: Attacker
 ) -> None:

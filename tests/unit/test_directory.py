@@ -179,6 +179,20 @@ async def test_a_restart_with_an_earlier_date_still_gets_through(world: World) -
 
 
 @virtual
+async def test_of_two_stores_at_once_the_later_one_counts(world: World) -> None:
+    worker, reader = world.swarm.add_peer(), world.directory()
+    directory = world.directory(worker)
+    world.swarm.lookup_delay_s = 5
+    async with asyncio.TaskGroup() as group:
+        slow = group.create_task(directory.publish_advert(ADVERT))
+        await asyncio.sleep(1)
+        world.swarm.lookup_delay_s = 1
+        await directory.retire(ADVERT)
+    assert slow.result()
+    assert await reader.workers(2) == {}
+
+
+@virtual
 async def test_an_older_record_handed_out_later_changes_nothing(world: World) -> None:
     worker = world.swarm.add_peer()
     directory, reader = world.directory(worker), world.directory()

@@ -237,6 +237,8 @@ def test_a_manifest_that_every_verifier_would_refuse_is_not_signed() -> None:
         sign(LEARNER, manifest(chunks=b""))
 
 
-def test_chunks_cover_the_snapshot_once() -> None:
+def test_chunks_cover_the_snapshot_and_then_the_assets_once() -> None:
     it = manifest()
-    assert [it.chunk_span(index) for index in range(it.n_chunks)] == [(0, 2048), (2048, 4096), (4096, 5000)]
+    spans = [it.chunk_span(index) for index in range(it.n_chunks)]
+    assert spans == [(0, 2048), (2048, 4096), (4096, 5000), (5000, 5010)]
+    assert it.chunk_digest(3) == b"c" * 32

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from echo2p2p.data.policy import (
     SEED_POLICY,
@@ -15,6 +15,7 @@ from echo2p2p.data.policy import (
     eos_token_ids,
     load_config,
     max_positions,
+    read_assets,
     vocabulary_size,
 )
 from echo2p2p.data.task import HELD_OUT, make_task
@@ -29,7 +30,9 @@ from echo2p2p.weights.snapshot import from_state_dict
 def folder(tmp_path):
     """A copy of the seed policy without its weights: what a worker gets from the learner."""
     target = tmp_path / "policy"
-    shutil.copytree(SEED_POLICY, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    target.mkdir()
+    for name, content in read_assets(SEED_POLICY).items():
+        (target / name).write_bytes(content)
     return target
 
 
@@ -109,6 +112,14 @@ def test_a_config_that_is_none_is_refused(folder, content):
     (folder / "config.json").write_text(content)
     with pytest.raises(SettingsError):
         build_model(folder, dtype=torch.float32, device="cpu", weights=False)
+
+
+def test_weights_that_are_only_a_part_of_the_policy_are_refused(folder):
+    state = load_file(SEED_POLICY / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match=r"model\.norm\.weight"):
+        build_model(folder, dtype=torch.float32, device="cpu", weights=True)
 
 
 @pytest.mark.parametrize(

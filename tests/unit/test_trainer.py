@@ -9,7 +9,8 @@ import pytest
 import torch
 from policies import EOS, make_groups, make_policy
 
-from echo2p2p.errors import SettingsError, VerificationError
+from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
+from echo2p2p.learning.checkpoint import Checkpoint, load, save
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings, TrainerState
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, threads=1)
@@ -146,14 +147,14 @@ def test_the_reference_holds_the_policy_back(policy):
     assert distance[10.0] < distance[0.01] / 2
 
 
-def test_a_resumed_trainer_goes_on_bit_by_bit(policy):
+def test_a_resumed_trainer_goes_on_bit_by_bit(policy, tmp_path):
     settings = replace(SETTINGS, warmup_steps=3, weight_decay=0.1)
     straight, first, second = (GRPOTrainer(policy, settings) for _ in range(3))
     for step in range(4):
         straight.train(make_groups(step))
     first.train(make_groups(0))
     first.train(make_groups(1))
-    second.load_state(first.state())
+    second.load_state(load(save(tmp_path / "run", Checkpoint(2, first.state(), b""), keep=1)).trainer)
     assert_same(first.state(), second.state())
     second.train(make_groups(2))
     second.train(make_groups(3))
@@ -190,6 +191,27 @@ def test_a_snapshot_is_the_policy_in_the_published_dtype_and_stays(policy, dtype
     trainer.train(make_groups(0))
     assert snapshot.fingerprint() == before
     assert trainer.snapshot().fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("can't allocate memory: 1 B")],
+)
+def test_a_step_that_runs_out_of_memory_does_not_count_and_can_be_taken_again(policy, monkeypatch, error):
+    trainer, undisturbed = GRPOTrainer(policy, SETTINGS), GRPOTrainer(policy, SETTINGS)
+    groups = make_groups(0)
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("echo2p2p.learning.trainer.token_loss", fail)
+        with pytest.raises(OutOfMemory, match="micro_batch_tokens"):
+            trainer.train(groups)
+    assert trainer.steps == 0
+    trainer.train(groups)
+    undisturbed.train(groups)
+    assert_same(trainer.state(), undisturbed.state())
 
 
 def test_an_unknown_dtype_is_refused(policy):

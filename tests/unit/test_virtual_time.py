@@ -51,6 +51,35 @@ def test_timers_fire_in_order_and_exactly_on_time() -> None:
     assert fired == [(seconds, seconds) for seconds in sorted(seconds for seconds, _ in fired)]
 
 
+def test_timers_of_equal_time_fire_in_the_order_of_setting() -> None:
+    async def main() -> list[int]:
+        fired: list[int] = []
+        loop = asyncio.get_running_loop()
+        for number in range(500):
+            loop.call_at(7.0, fired.append, number)
+        await asyncio.sleep(10)
+        return fired
+
+    assert run_virtual(main) == list(range(500))
+
+
+def test_cancelled_timers_neither_fire_nor_pile_up() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        kept: list[float] = []
+        loop.call_later(5000, lambda: kept.append(loop.time()))
+        for _ in range(10_000):
+            async with asyncio.timeout(86400):
+                await asyncio.sleep(0.1)
+        assert len(loop._timers) < 3000
+        await asyncio.sleep(5000)
+        assert kept == [5000]
+        assert loop.time() < 7000
+
+    run_virtual(main)
+
+
 def test_a_deadlock_is_reported_with_the_tasks_that_wait() -> None:
     async def waits_for_godot() -> None:
         await asyncio.Event().wait()

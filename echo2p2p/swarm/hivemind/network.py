@@ -97,9 +97,12 @@ class HivemindNetwork:
         """
         if use_auto_relay and not use_relay:
             raise SettingsError("use_auto_relay needs use_relay")
+        checked = [checked_peer(address) for address in initial_peers]
+        identity = Identity.load_or_create(identity_path)
         settings = NodeSettings(
             identity_path=identity_path,
-            initial_peers=tuple(checked_peer(address) for address in initial_peers),
+            # A bootstrap peer may be given the same list as everybody else, with itself on it.
+            initial_peers=tuple(peer for peer in checked if not peer.endswith(f"/{identity.peer_id}")),
             host_maddrs=tuple(checked_maddr(address, "host") for address in host_maddrs),
             announce_maddrs=tuple(checked_maddr(address, "announce") for address in announce_maddrs),
             use_relay=use_relay,
@@ -108,7 +111,6 @@ class HivemindNetwork:
             clock=clock or SystemClock(),
             limits=limits or NodeLimits(),
         )
-        identity = Identity.load_or_create(identity_path)
         network = cls(identity, settings, NodeFolder(identity.peer_id))
         progress = ["p2pd is still starting"]
         try:
@@ -119,7 +121,7 @@ class HivemindNetwork:
             await network.close()
             raise JoinError(
                 f"could not join within {startup_timeout_s:g} s: {progress[-1]}",
-                hint="check the addresses, and that their ports are open" if initial_peers else "",
+                hint="check the addresses, and that their ports are open" if settings.initial_peers else "",
             ) from None
         except PeerUnreachable as error:
             await network.close()

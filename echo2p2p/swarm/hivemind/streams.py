@@ -151,6 +151,9 @@ class IncomingStreams:
         self._per_peer[peer] += 1
         try:
             await handler(stream)
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
         except Echo2p2pError as error:
             logger.info("stream %s of %s ended: %s", protocol, peer, error)
         except Exception:

@@ -31,14 +31,19 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]
         self._clock = clock
 
     def validate(self, record: DHTRecord) -> bool:
+        """Whether to go on with a record; hivemind drops the whole dictionary that one refused record is in.
+
+        In a search nothing but ``sightings`` is used, so a bad record there is passed over and what stands
+        beside it is not lost.
+        """
+        found = sightings.get()
         try:
             entry = self._admission.admit(
                 record.key, record.subkey, record.value, record.expiration_time, now_unix=self._clock.unix()
             )
         except RecordError as error:
-            logger.info("refused a record: %s", error)
-            return False
-        found = sightings.get()
+            logger.debug("refused a record: %s", error)
+            return found is not None
         if found is not None:
             keep_newest(found, entry)
         return True

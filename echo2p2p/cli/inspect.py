@@ -1,0 +1,276 @@
+"""``echo2p2p inspect``: joins the swarm as a client, looks, prints, leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import msgspec
+import rich_click as click
+
+from echo2p2p.cli.options import json_option, resolve, swarm_options
+from echo2p2p.cli.table import print_json, print_table
+from echo2p2p.errors import Echo2p2pError, SwarmError
+
+T = TypeVar("T")
+
+TIMEOUT_S = 15.0
+
+
+def look_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = json_option(command)
+    command = click.option("--timeout", "timeout_s", default=TIMEOUT_S, show_default=True, help="Seconds per question.")(command)
+    return swarm_options(command)
+
+
+def run_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--run", "run", metavar="NAME@LEARNER", help="The run; may be left out where the swarm has only one."
+    )(command)
+
+
+@click.group("inspect")
+def command() -> None:
+    """Look into a swarm: peers, workers, learners, manifests, records.
+
+    Every look joins through --initial-peers with an identity of its own, reads, and leaves.
+    """
+
+
+@command.command("peers")
+@look_options
+def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:
+    """The peers that a newcomer is connected to, and where they are."""
+
+    async def look(network: Any) -> list[Any]:
+        return list(await network.peers())
+
+    found = _look(swarm, look)
+    if as_json:
+        print_json([{"peer": p.peer, "addresses": list(p.addresses)} for p in found])
+        return
+    print_table(["peer", "addresses"], [[p.peer, " ".join(p.addresses)] for p in found], empty="no peers")
+
+
+@command.command("workers")
+@look_options
+@run_option
+def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> None:
+    """The workers of a run: what they announce, and what the learner makes of it."""
+    from echo2p2p.learning.status import ask_status
+    from echo2p2p.provisioning.activation import Candidate
+    from echo2p2p.telemetry.text import human_seconds
+
+    async def look(network: Any) -> tuple[dict[str, Any], Any]:
+        from echo2p2p.swarm.directory import Directory
+
+        directory = Directory(network, await _only_run(network, run, timeout_s))
+        adverts = await directory.workers(timeout_s)
+        try:
+            status = await ask_status(network, directory.keys.learner_id, timeout_s=timeout_s)
+        except SwarmError as error:
+            click.echo(f"the learner does not answer, so this is what workers announce: {error.message}", err=True)
+            status = None
+        return adverts, status
+
+    adverts, status = _look(swarm, look)
+    seen = {w.peer: w for w in status.workers} if status else {}
+    rows = []
+    for peer in {**adverts, **seen}:
+        advert, worker = adverts.get(peer), seen.get(peer)
+        rows.append(
+            {
+                "peer": peer,
+                **(msgspec.structs.asdict(advert) if advert else {}),
+                **({k: v for k, v in msgspec.structs.asdict(worker).items() if v is not None} if worker else {}),
+                "state": _state(advert, worker),
+            }
+        )
+    rows.sort(key=lambda row: (row["state"] != "active", row["state"], row["peer"]))
+    if as_json:
+        print_json(rows)
+        return
+    table = []
+    for row in rows:
+        price, mu = row.get("price_per_hour"), row.get("mu")
+        rho = Candidate(row["peer"], price, mu).rho if price is not None and mu else None
+        state = row["state"]
+        if row.get("gone_s") is not None:
+            state = f"gone {human_seconds(row['gone_s'])} ago"
+        table.append(
+            [
+                row["peer"],
+                state,
+                row.get("gpu"),
+                price,
+                row.get("upload_mbit"),
+                row.get("download_mbit"),
+                row.get("tokens_per_s"),
+                mu,
+                rho,
+                row.get("version"),
+                row.get("accepted"),
+                row.get("refused"),
+            ]
+        )
+    print_table(
+        ["peer", "state", "gpu", "$/h", "up Mbit/s", "down Mbit/s", "tokens/s", "μ/s", "ρ $/1k", "version", "accepted", "refused"],
+        table,
+        empty="no workers",
+    )
+
+
+@command.command("learner")
+@look_options
+@run_option
+def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> None:
+    """A run as its learner describes it, with what became of the groups it was sent."""
+    from echo2p2p.learning.status import ask_status
+    from echo2p2p.swarm.directory import Directory
+
+    async def look(network: Any) -> dict[str, Any]:
+        directory = Directory(network, await _only_run(network, run, timeout_s))
+        record = await directory.learner(timeout_s)
+        facts: dict[str, Any] = {"run": directory.keys.run}
+        if record is not None:
+            facts |= msgspec.structs.asdict(record)
+        try:
+            status = await ask_status(network, directory.keys.learner_id, timeout_s=timeout_s)
+        except SwarmError as error:
+            click.echo(f"the learner does not answer: {error.message}", err=True)
+        else:
+            facts |= {k: v for k, v in msgspec.structs.asdict(status).items() if k != "workers"}
+            facts["workers"] = len([w for w in status.workers if w.gone_s is None])
+        return facts
+
+    facts = _look(swarm, look)
+    if len(facts) == 1:
+        raise SwarmError(f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s")
+    if as_json:
+        print_json(facts)
+        return
+    print_table(["", ""], [[key.replace("_", " "), value] for key, value in facts.items()], empty="")
+
+
+@command.command("manifest")
+@look_options
+@run_option
+def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> None:
+    """The newest published version: fetched, verified, and what it consists of."""
+
+    async def look(network: Any) -> dict[str, Any]:
+        from echo2p2p.swarm.directory import Directory
+        from echo2p2p.weights.lane import get_manifest
+        from echo2p2p.weights.manifest import ManifestVerifier
+
+        directory = Directory(network, await _only_run(network, run, timeout_s))
+        record = await directory.manifest(timeout_s)
+        if record is None:
+            raise SwarmError(f"{directory.keys.run} has published nothing yet")
+        body = await get_manifest(network, directory.keys.learner_id, record.body)
+        verified = ManifestVerifier(directory.keys.run).accept(body, record.body.manifest_digest)
+        return {
+            "run": verified.run,
+            "version": verified.version,
+            "base_version": verified.base_version,
+            "manifest_digest": record.body.manifest_digest,
+            "manifest_bytes": len(body),
+            "fingerprint": verified.fingerprint,
+            "snapshot_bytes": verified.nbytes,
+            "tensors": len(verified.layout.tensors),
+            "chunks": verified.n_chunks,
+            "chunk_bytes": verified.chunk_bytes,
+            "members": [member.peer for member in verified.members],
+            "assets": {asset.name: asset.digest.hex() for asset in verified.assets},
+            "signature": "verified",
+        }
+
+    facts = _look(swarm, look)
+    if as_json:
+        print_json(facts)
+        return
+    print_table(["", ""], [[key.replace("_", " "), value] for key, value in facts.items()], empty="")
+
+
+@command.command("record")
+@click.argument("key")
+@look_options
+def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
+    """The records under KEY, such as echo2p2p/1/runs, with their owners. Only verified ones are shown."""
+    from echo2p2p.swarm.records import check
+
+    async def look(network: Any) -> list[dict[str, Any]]:
+        found = await network.find_records(key, timeout_s=timeout_s)
+        now = network.clock.unix()
+        rows = []
+        for owner, value in found.items():
+            opened = check(value, owner=owner, now_unix=now)
+            rows.append(
+                {
+                    "owner": owner,
+                    "sequence": opened.sequence,
+                    "expires_in_s": round(opened.expires_unix - now, 1),
+                    "bytes": len(value),
+                    "body": msgspec.to_builtins(opened.body),
+                }
+            )
+        return rows
+
+    rows = _look(swarm, look)
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ["owner", "sequence", "expires in s", "bytes", "body"],
+        [[row["owner"], row["sequence"], row["expires_in_s"], row["bytes"], _pairs(row["body"])] for row in rows],
+        empty=f"no records under {key}",
+    )
+
+
+def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]]) -> T:
+    """Join with a throw-away identity, ask, leave."""
+    if not swarm.get("initial_peers"):
+        raise click.UsageError("--initial-peers is needed: the line that the bootstrap peer or the learner printed")
+    settings = resolve((), ('swarm.host_maddrs=["/ip4/0.0.0.0/tcp/0"]',), swarm)
+    from echo2p2p.cli.run import run_role, setup_logging
+    from echo2p2p.roles import join
+
+    setup_logging(0)
+
+    async def main(_: asyncio.Event) -> T:
+        with TemporaryDirectory() as folder:
+            identity = settings.swarm.identity_path or Path(folder) / "identity.key"
+            async with join(settings, identity, client_mode=True) as network:
+                return await ask(network)
+
+    return run_role(main)
+
+
+async def _only_run(network: Any, run: str | None, timeout_s: float) -> str:
+    """The run that was named, or the only one there is."""
+    if run is not None:
+        return run
+    from echo2p2p.swarm.directory import Directory
+
+    runs = await Directory.runs(network, timeout_s)
+    if len(runs) == 1:
+        return runs[0]
+    if not runs:
+        raise Echo2p2pError("no run is announced in this swarm", hint="name one with --run if you know it")
+    raise click.UsageError("the swarm has several runs; name one with --run:\n  " + "\n  ".join(runs))
+
+
+def _state(advert: Any, worker: Any) -> str:
+    if worker is not None:
+        return "gone" if worker.gone_s is not None else str(worker.state)
+    return f"{advert.state}, not with the learner"
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+__all__: Sequence[str] = ["command"]

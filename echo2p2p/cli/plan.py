@@ -1,0 +1,108 @@
+"""``echo2p2p plan``."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from echo2p2p.cli.options import json_option
+from echo2p2p.cli.table import print_json, print_table
+from echo2p2p.errors import SettingsError
+from echo2p2p.provisioning.activation import Candidate
+from echo2p2p.provisioning.plan import Inputs, Plan, plan
+
+MAX_CSV_BYTES = 16 * 2**20
+
+
+@click.command("plan")
+@click.argument("prices", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--rollouts", "-R", type=click.IntRange(1), required=True, help="Rollouts per training step (R).")
+@click.option("--t-train", type=click.FloatRange(0, min_open=True), required=True, help="Seconds per training step.")
+@click.option("--t-bcast", type=click.FloatRange(0), help="Seconds until the workers have a new version.")
+@click.option("--model-gb", type=click.FloatRange(0, min_open=True), help="Instead of --t-bcast: size of the weights, 10⁹ bytes,")
+@click.option("--bandwidth-mbit", type=click.FloatRange(0, min_open=True), help="and the slowest link, Mbit/s.")
+@click.option("--staleness", "-S", type=click.IntRange(1), default=3, show_default=True, help="Staleness budget (S).")
+@click.option("--kappa", type=click.IntRange(1), help="Publication period.  [max(1, S − 1)]")
+@click.option("--gamma", type=click.FloatRange(1), default=1.1, show_default=True, help="Safety factor.")
+@json_option
+def command(
+    prices: Path,
+    rollouts: int,
+    t_train: float,
+    t_bcast: float | None,
+    model_gb: float | None,
+    bandwidth_mbit: float | None,
+    staleness: int,
+    kappa: int | None,
+    gamma: float,
+    as_json: bool,
+) -> None:
+    """Which workers keep a learner busy, and at what price?
+
+    PRICES is a CSV file with the columns worker, price_per_hour, rollouts_per_s, and optionally count.
+    """
+    if t_bcast is None:
+        if model_gb is None or bandwidth_mbit is None:
+            raise click.UsageError("give --t-bcast, or --model-gb and --bandwidth-mbit")
+        t_bcast = model_gb * 8000 / bandwidth_mbit
+    workers = _read_prices(prices)
+
+    def at(s: int) -> Plan:
+        return plan(Inputs(rollouts, t_train, t_bcast, s, gamma, kappa if s == staleness else None), workers)
+
+    chosen = at(staleness)
+    others = [at(s) for s in range(max(1, staleness - 2), staleness + 4)]
+    if as_json:
+        print_json({"plan": _facts(chosen), "by_staleness": [_facts(other) for other in others]})
+        return
+    print_table(["", ""], [[key.replace("_", " "), value] for key, value in _facts(chosen).items()], empty="")
+    click.echo()
+    print_table(
+        ["S", "κ", "feasible", "μ_min/s", "workers", "$/h", "$/step", "Δ_cons"],
+        [
+            [p.inputs.staleness, p.kappa, "yes" if p.feasible else "no", p.mu_min, len(p.workers), p.price_per_hour, p.price_per_step, p.delta_cons]
+            for p in others
+        ],
+        empty="",
+    )
+
+
+def _facts(result: Plan) -> dict[str, Any]:
+    return {
+        "staleness": result.inputs.staleness,
+        "kappa": result.kappa,
+        "feasible": result.feasible,
+        "why": result.why,
+        "mu_min": None if result.mu_min == float("inf") else result.mu_min,
+        "mu_target": None if result.mu_target == float("inf") else result.mu_target,
+        "mu_pool": result.mu_pool,
+        "workers": [worker.peer for worker in result.workers],
+        "price_per_hour": result.price_per_hour,
+        "price_per_step": result.price_per_step,
+        "predicted_staleness": result.delta_cons,
+    }
+
+
+def _read_prices(file: Path) -> list[Candidate]:
+    """Raises SettingsError, naming file and line."""
+    if file.stat().st_size > MAX_CSV_BYTES:
+        raise SettingsError(f"{file} is larger than {MAX_CSV_BYTES} bytes")
+    found: list[Candidate] = []
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        missing = {"worker", "price_per_hour", "rollouts_per_s"} - set(reader.fieldnames or ())
+        if missing:
+            raise SettingsError(f"{file} lacks the column {', '.join(sorted(missing))}")
+        for row in reader:
+            try:
+                price, mu, count = float(row["price_per_hour"]), float(row["rollouts_per_s"]), int(row.get("count") or 1)
+                if not (0 <= price < 1e9 and 0 <= mu < 1e9 and 1 <= count <= 100_000):
+                    raise ValueError("out of bounds")
+            except (ValueError, TypeError) as error:
+                raise SettingsError(f"{file} line {reader.line_num}: {error}") from None
+            names = [row["worker"]] if count == 1 else [f"{row['worker']}-{i + 1}" for i in range(count)]
+            found += [Candidate(name, price, mu) for name in names]
+    return found

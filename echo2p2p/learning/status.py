@@ -1,0 +1,83 @@
+"""What a learner answers when somebody asks how its run goes. For people who look; nothing depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from echo2p2p.learning.sessions import Session
+from echo2p2p.swarm.identity import PeerId
+from echo2p2p.swarm.messages import protocol_id, receive, send
+from echo2p2p.swarm.network import Network, Stream
+
+STATUS_PROTOCOL = "status"
+MAX_STATUS_BYTES = 4 * 2**20
+MAX_WORKERS_LISTED = 10_000
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker as its learner sees it.
+
+    ``mu`` in rollouts a second; ``accepted`` and ``refused`` count groups in the present session; ``gone_s``
+    is how long ago it left, or None while it is there.
+    """
+
+    peer: PeerId
+    state: str
+    version: int
+    mu: float
+    price_per_hour: float
+    accepted: int
+    refused: int
+    gone_s: float | None = None
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """A run as its learner sees it; ``dropped`` counts groups by reason."""
+
+    step: int
+    published: int
+    buffered: int
+    leased: int
+    bubble_ratio: float
+    spend_usd: float
+    dropped: dict[str, int]
+    workers: list[WorkerStatus]
+
+
+def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:
+    return WorkerStatus(
+        session.peer,
+        "active" if session.active else "standby",
+        session.version,
+        session.mu(mean_tokens),
+        session.advert.price_per_hour,
+        session.accepted,
+        session.refused,
+    )
+
+
+async def serve_status(network: Network, status: Callable[[], RunStatus]) -> None:
+    """Answer every stream of the status protocol with one :class:`RunStatus`."""
+
+    async def answer(stream: Stream) -> None:
+        await send(stream, status())
+
+    await network.handle(protocol_id(STATUS_PROTOCOL), answer)
+
+
+async def ask_status(network: Network, learner: PeerId, *, timeout_s: float) -> RunStatus:
+    """Ask ``learner`` how its run goes.
+
+    Raises:
+        PeerUnreachable, DeadlineExceeded: it does not answer.
+    """
+    stream = await network.open_stream(learner, protocol_id(STATUS_PROTOCOL), timeout_s=timeout_s)
+    try:
+        answer: RunStatus = await receive(
+            stream, RunStatus, max_bytes=MAX_STATUS_BYTES, timeout_s=timeout_s
+        )
+        return answer
+    finally:
+        await stream.close()

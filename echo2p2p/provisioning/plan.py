@@ -1,0 +1,90 @@
+"""The capacity model asked before a run: is it feasible, who is needed, what does it cost, how stale does it get?
+
+Pure. The same functions decide during a run (:mod:`echo2p2p.provisioning.activation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echo2p2p.provisioning.activation import Candidate, cheapest
+from echo2p2p.provisioning.capacity import conservative_staleness, default_kappa, min_kappa, mu_min
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a plan follows from; symbols as in :mod:`echo2p2p.provisioning.capacity`."""
+
+    rollouts: int
+    t_train_s: float
+    t_bcast_s: float
+    staleness: int
+    gamma: float
+    kappa: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        feasible: the chosen workers reach μ_target, and no rollout gets older than S.
+        why: what stands in the way, or empty.
+        workers: in the order in which they would be activated.
+        price_per_step: of the workers alone, the learner not included.
+        delta_cons: Δ_cons with these workers; None where nothing generates.
+    """
+
+    inputs: Inputs
+    kappa: int
+    feasible: bool
+    why: str
+    mu_min: float
+    mu_target: float
+    mu_pool: float
+    workers: tuple[Candidate, ...]
+    price_per_hour: float
+    price_per_step: float
+    delta_cons: int | None
+
+
+def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
+    """The cheapest workers that keep the learner busy under ``inputs``."""
+    kappa = inputs.kappa if inputs.kappa is not None else default_kappa(inputs.staleness)
+    needed = mu_min(
+        kappa=kappa, rollouts=inputs.rollouts, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s
+    )
+    target = inputs.gamma * needed
+    chosen = cheapest(candidates, target)
+    mu_pool = sum(c.mu for c in chosen)
+    delta = conservative_staleness(
+        kappa=kappa,
+        rollouts=inputs.rollouts,
+        t_train_s=inputs.t_train_s,
+        t_bcast_s=inputs.t_bcast_s,
+        mu_pool=mu_pool,
+    )
+    if kappa * inputs.t_train_s <= inputs.t_bcast_s:
+        least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
+        why = f"a broadcast takes longer than κ steps; κ must be at least {least}, so S at least {least + 1}"
+    elif mu_pool < target:
+        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s"
+    elif delta is not None and delta > inputs.staleness:
+        why = f"rollouts may be {delta} versions old; a smaller κ or a larger S is needed"
+    else:
+        why = ""
+    price = sum(c.price_per_hour for c in chosen)
+    return Plan(
+        inputs=inputs,
+        kappa=kappa,
+        feasible=not why,
+        why=why,
+        mu_min=needed,
+        mu_target=target,
+        mu_pool=mu_pool,
+        workers=tuple(chosen),
+        price_per_hour=price,
+        price_per_step=price * inputs.t_train_s / 3600,
+        delta_cons=delta,
+    )

@@ -1,0 +1,82 @@
+"""A published version as a Hugging Face folder, put together from a node's chunk store."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from echo2p2p.errors import ChunkError, FingerprintMismatch, SettingsError
+from echo2p2p.swarm.identity import split_signed
+from echo2p2p.swarm.messages import decode
+from echo2p2p.weights.manifest import Manifest, ManifestVerifier
+from echo2p2p.weights.snapshot import Snapshot
+from echo2p2p.weights.store import DiskStore
+
+WEIGHTS = "model.safetensors"
+
+
+def export_version(store_dir: Path, version: int | None, folder: Path) -> Manifest:
+    """Write ``version`` (None: the newest that is whole) to ``folder``, bit by bit as it was published.
+
+    The folder appears whole or not at all.
+
+    Raises:
+        SettingsError: the store does not hold that version.
+        VerificationError: what it holds is not what the learner signed.
+    """
+    from safetensors.torch import save_file
+
+    if not store_dir.is_dir():
+        raise SettingsError(f"{store_dir} is not a chunk store")
+    store = DiskStore(store_dir)
+    bodies = store.manifests()
+    wanted = [version] if version is not None else sorted(bodies, reverse=True)
+    for candidate in wanted:
+        if candidate in bodies and (version is not None or _whole(store, bodies[candidate])):
+            manifest, snapshot = _assemble(store, bodies[candidate])
+            break
+    else:
+        held = ", ".join(map(str, sorted(bodies))) or "none"
+        raise SettingsError(f"{store_dir} does not hold version {version}", hint=f"versions there: {held}")
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for asset in manifest.assets:
+        (partial / asset.name).write_bytes(_held(store, asset.digest, asset.name))
+    state = {name: tensor.contiguous() for name, tensor in snapshot.state_dict().items()}
+    aliases = snapshot.layout.aliases
+    save_file({n: t for n, t in state.items() if n not in aliases}, partial / WEIGHTS, metadata={"format": "pt"})
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+    return manifest
+
+
+def _parse(body: bytes) -> Manifest:
+    """The manifest, verified against the learner that its own run names."""
+    claimed: Manifest = decode(split_signed(body)[1], Manifest)
+    return ManifestVerifier(claimed.run).accept(body)
+
+
+def _whole(store: DiskStore, body: bytes) -> bool:
+    return all(store.has(digest) for digest in _parse(body).digests())
+
+
+def _assemble(store: DiskStore, body: bytes) -> tuple[Manifest, Snapshot]:
+    manifest = _parse(body)
+    buffer = bytearray(manifest.nbytes)
+    for index in range(manifest.n_chunks):
+        start, end = manifest.chunk_span(index)
+        buffer[start:end] = _held(store, manifest.chunk_digest(index), f"chunk {index}")
+    snapshot = Snapshot(manifest.layout, buffer)
+    if snapshot.fingerprint() != manifest.fingerprint:
+        raise FingerprintMismatch(f"version {manifest.version} does not have the fingerprint that was signed")
+    return manifest, snapshot
+
+
+def _held(store: DiskStore, digest: bytes, what: str) -> bytes:
+    data = store.get(digest)
+    if data is None:
+        raise ChunkError(f"{what} is not in the store", hint="export from a node that holds the whole version")
+    return data
