@@ -68,7 +68,7 @@ def command(
     place = RunDir.open(settings.run_dir or Path("runs") / settings.name)
 
     def joined(network: Any) -> None:
-        click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {join_line(network)}")
+        click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {join_line(network, *settings.swarm.initial_peers)}")
         click.echo("workers join with this line; stop with Ctrl-C", err=True)
 
     def watch(events: EventLog) -> LiveView:

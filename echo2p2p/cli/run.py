@@ -87,7 +87,7 @@ def _first(group: BaseExceptionGroup[Echo2p2pError]) -> Echo2p2pError:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def join_line(network: Any) -> str:
-    """``--initial-peers …`` for every address of this node, the one that others can most likely reach first."""
-    addresses = sorted(network.addresses(), key=lambda address: "/127.0.0.1/" in address)
-    return "--initial-peers " + ",".join(addresses)
+def join_line(network: Any, *further: str) -> str:
+    """``--initial-peers …``: this node's addresses, best reached from afar first, then ``further`` peers'."""
+    own = sorted(network.addresses(), key=lambda address: "/127.0.0.1/" in address)
+    return "--initial-peers " + ",".join([*further, *own])

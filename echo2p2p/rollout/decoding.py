@@ -103,10 +103,11 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
         The ids, int64 (rows,), and their log-probabilities before nucleus truncation, float32 (rows,).
 
     Raises:
-        EngineError: a row's logits are not finite.
+        EngineError: a row's logits are no distribution.
     """
     logprobs = scaled_log_softmax(logits, sampling.temperature)
-    if not bool(torch.isfinite(logprobs).all()):
+    # A NaN anywhere makes its whole row NaN, and so does +∞; −∞ only rules a token out.
+    if bool(torch.isnan(logprobs).any()):
         raise EngineError("the policy's logits are not finite", hint="wait for the next version")
     if sampling.temperature == 0:
         chosen = logprobs.argmax(dim=-1)

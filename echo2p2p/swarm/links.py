@@ -297,7 +297,8 @@ class Pipe:
     def unstall(self) -> None:
         self._stalled = False
         while self._held:
-            self._downlink.accept(self, *self._held.popleft())
+            block, _ = self._held.popleft()
+            self._downlink.accept(self, block, self._loop.time())
         self._uplink.offer(self)
         if self._ended:
             self._end_if_idle()
@@ -338,6 +339,7 @@ class Uplink:
     _busy_until: float = 0.0
     _turn: deque[Pipe] = field(default_factory=deque)
     _timer: bool = False
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def offer(self, pipe: Pipe) -> None:
         """``pipe`` may have something to send."""
@@ -346,17 +348,15 @@ class Uplink:
         pipe.at_uplink = True
         self._turn.append(pipe)
         if not self._timer:
-            loop = asyncio.get_running_loop()
-            if self._busy_until > loop.time():
+            if self._busy_until > self._loop.time():
                 self._timer = True
-                loop.call_at(self._busy_until, self._serve)
+                self._loop.call_at(self._busy_until, self._serve)
             else:
                 self._serve()
 
     def _serve(self) -> None:
         self._timer = False
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = self._loop.time()
         while self._turn:
             pipe = self._turn.popleft()
             pipe.at_uplink = False
@@ -372,7 +372,7 @@ class Uplink:
                 pipe.travel(block, started=now, finishes=self._busy_until)
                 return
             self._timer = True
-            loop.call_at(self._busy_until, self._finish, pipe, block, now)
+            self._loop.call_at(self._busy_until, self._finish, pipe, block, now)
             return
 
     def _finish(self, pipe: Pipe, block: Block, started: float) -> None:
@@ -401,13 +401,14 @@ class Downlink:
     _free_at: float = 0.0
     _turn: deque[Pipe] = field(default_factory=deque)
     _timer: bool = False
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def accept(self, pipe: Pipe, block: Block, started: float) -> None:
         """A block's last bit is here; its first was at ``started``."""
         if not self._timer:
             # What flowed in while the block was under way: done by now if the link kept up.
             free_at = max(started, self._free_at) + len(block) / self.rate
-            if free_at <= asyncio.get_running_loop().time() + _INSTANT_S:
+            if free_at <= self._loop.time() + _INSTANT_S:
                 self._free_at = free_at
                 pipe.deliver(block)
                 return
@@ -425,10 +426,9 @@ class Downlink:
                 pipe.at_downlink = False
                 continue
             block, started = pipe.arrived[0]
-            loop = asyncio.get_running_loop()
             self._free_at = max(started, self._free_at) + len(block) / self.rate
             self._timer = True
-            loop.call_at(max(loop.time(), self._free_at), self._finish, pipe)
+            self._loop.call_at(max(self._loop.time(), self._free_at), self._finish, pipe)
             return
 
     def _finish(self, pipe: Pipe) -> None:

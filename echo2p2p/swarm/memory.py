@@ -240,10 +240,11 @@ class MemorySwarm:
         download_mbit: float | None = None,
     ) -> None:
         """Change the rates of a peer's links, from the next block on; None keeps one as it is."""
-        if upload_mbit is not None:
-            peer.uplink.rate = upload_mbit * 1e6 / 8
-        if download_mbit is not None:
-            peer.downlink.rate = download_mbit * 1e6 / 8
+        for link, mbit in ((peer.uplink, upload_mbit), (peer.downlink, download_mbit)):
+            if mbit is not None:
+                if not mbit > 0:
+                    raise ValueError(f"a link cannot have {mbit} Mbit/s; stall() stops one")
+                link.rate = mbit * 1e6 / 8
 
     def corrupt(self, a: MemoryNetwork, b: MemoryNetwork, *, every: int, min_bytes: int = 1) -> None:
         """Flip a bit in every ``every``-th block of at least ``min_bytes`` from ``a`` to ``b``; 0 ends it.

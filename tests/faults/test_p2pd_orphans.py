@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from echo2p2p.swarm.hivemind.daemon import NodeFolder
+from echo2p2p.swarm.identity import Identity
+
 NODE = """
 import asyncio, sys
 from pathlib import Path
@@ -79,6 +82,7 @@ def test_no_p2pd_survives_a_node_that_is_killed(tmp_path: Path, how: signal.Sign
         node.kill()
         node.wait(10)
     assert_gone_within(identity, 5)
+    NodeFolder(Identity.load_or_create(identity).peer_id).release()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
@@ -87,3 +91,4 @@ def test_no_p2pd_survives_a_node_that_crashes(tmp_path: Path) -> None:
     with start_node(identity, then="crash") as node:
         assert node.wait(30) == -signal.SIGABRT
     assert_gone_within(identity, 5)
+    NodeFolder(Identity.load_or_create(identity).peer_id).release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from hivemind_helpers import Join
 
 from echo2p2p.errors import JoinError, PeerUnreachable, SettingsError
 from echo2p2p.swarm.clock import SystemClock
+from echo2p2p.swarm.hivemind.daemon import NodeFolder
 from echo2p2p.swarm.identity import Identity
 
 DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.from_seed(b'd' * 32).peer_id}"
@@ -108,6 +110,34 @@ async def test_an_identity_is_used_by_one_node_at_a_time(join: Join) -> None:
         await join("first")
     await first.close()
     assert (await join("first")).peer_id == first.peer_id
+
+
+def test_the_folder_of_a_killed_node_is_swept_and_that_of_a_living_one_is_not() -> None:
+    seeds = (b"1" * 32, b"2" * 32, b"3" * 32)
+    dead, living, ours = (Identity.from_seed(seed).peer_id for seed in seeds)
+    hold = (
+        "import sys, time; from echo2p2p.swarm.hivemind.daemon import NodeFolder;"
+        "f = NodeFolder(sys.argv[1]); print(f.path, flush=True); time.sleep(60)"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", hold, dead], stdout=subprocess.PIPE, text=True) as first,
+        subprocess.Popen([sys.executable, "-c", hold, living], stdout=subprocess.PIPE, text=True) as second,
+    ):
+        assert first.stdout is not None
+        assert second.stdout is not None
+        left, held = Path(first.stdout.readline().strip()), Path(second.stdout.readline().strip())
+        first.kill()
+        first.wait()
+        NodeFolder(ours).release()
+        assert left.exists(), "it may be about to be taken again"
+        for folder in (left, held):
+            os.utime(folder, (0, 0))
+        NodeFolder(ours).release()
+        assert not left.exists()
+        assert held.exists()
+        second.kill()
+    NodeFolder(living).release()
+    assert not held.exists()
 
 
 @pytest.mark.parametrize(("ahead_s", "said"), [(10.0, "10.. s ahead of"), (-10.0, "(10|9).. s behind")])

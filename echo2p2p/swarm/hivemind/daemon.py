@@ -5,8 +5,8 @@ Guarantees:
 * On Linux p2pd dies with the thread that started it, whatever ended that (return, crash, SIGKILL): the
   kernel sends it SIGKILL (``PR_SET_PDEATHSIG``). So start it from a thread that lasts as long as the node;
   the main thread or the thread of the network's loop, never one of a pool.
-* One machine runs at most one node of an identity: the folder is named after the peer id and locked. Sockets
-  that a killed node left there are removed by the next node of that identity.
+* One machine runs at most one node of an identity: the folder is named after the peer id and locked. What a
+  killed node left there is removed by the next node of that identity, or after a while by any other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from echo2p2p.errors import JoinError
 from echo2p2p.swarm.identity import PeerId
 
+_ROOT = Path("/tmp")  # noqa: S108 - every folder is checked to be ours
+_STALE_AFTER_S = 600.0
 _STOP_GRACE_S = 1.0
 _OUTPUT_TAIL_BYTES = 4096
 
@@ -53,7 +56,7 @@ class NodeFolder:
         Raises:
             JoinError: another node on this machine uses the identity, or the folder is not ours.
         """
-        self.path = Path(f"/tmp/echo2p2p-{os.getuid()}-{peer}")  # noqa: S108 - checked to be ours below
+        self.path = _ROOT / f"echo2p2p-{os.getuid()}-{peer}"
         self.control_socket = self.path / "p2pd.sock"
         self.stream_socket = self.path / "streams.sock"
         self._lock_path = self.path / "lock"
@@ -65,6 +68,7 @@ class NodeFolder:
             pass
         _held_here.add(str(self.path))
         self.remove_sockets()
+        _sweep()
 
     def _try_lock(self, peer: PeerId) -> bool:
         """Lock the folder; False if its previous holder removed it under our hands."""
@@ -99,13 +103,36 @@ class NodeFolder:
         """Remove the folder and let the next node of this identity in. Safe to call twice."""
         if self._fd < 0:
             return
-        with contextlib.suppress(OSError):
-            self.remove_sockets()
-            self._lock_path.unlink(missing_ok=True)
-            self.path.rmdir()
+        _remove(self.path)
         os.close(self._fd)
         self._fd = -1
         _held_here.discard(str(self.path))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose lock we hold, the lock last."""
+    with contextlib.suppress(OSError):
+        for name in ("p2pd.sock", "streams.sock", "lock"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _sweep() -> None:
+    """Remove the folders of nodes that were killed: old ones of this user that nobody holds the lock of."""
+    for folder in _ROOT.glob(f"echo2p2p-{os.getuid()}-12D3*"):
+        # Opening and closing the lock of a node in this very process would release it.
+        if str(folder) in _held_here:
+            continue
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _STALE_AFTER_S:
+                continue
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            finally:
+                os.close(fd)
 
 
 def _identity_in_use(peer: PeerId) -> JoinError:

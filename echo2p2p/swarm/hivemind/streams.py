@@ -5,7 +5,9 @@ its own stream and nothing else; a peer holds at most ``max_incoming_per_peer`` 
 
 p2pd passes on bytes and the end of a stream, but no half-close (closing one direction ends both) and no
 reset: a connection that breaks can look like an end of stream. Whoever reads therefore knows from the
-protocol how many bytes are to come, as :mod:`echo2p2p.swarm.messages` does.
+protocol how many bytes are to come, as :mod:`echo2p2p.swarm.messages` does. And who closes the whole node
+right after a stream waits for the peer's acknowledgement first: the end of p2pd takes along what lies in the
+kernel's buffers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,3 @@
+from echo2p2p.cli.main import main
+
+main()
