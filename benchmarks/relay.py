@@ -6,7 +6,8 @@ Each host is a network namespace with one process and its own p2pd. The same byt
 same connections: once relayed (``ours``), once from the learner to every peer (``star``). Measured from the
 announcement until the last peer has verified the whole snapshot. The last line on stdout is one JSON
 object: ``bound_s``, ``ours`` and ``star`` with ``seconds`` and ``ratio`` (seconds / bound_s), and
-``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes).
+``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes). Near a ``cpu_busy`` of 1 it is
+this machine's processors that were measured, not the plan: take more of them, or lower rates.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.netns import Host, ShapingError, measure_mbit, shaped_hosts
 from echo2p2p.weights.plan import fluid_bound_s
@@ -145,15 +148,18 @@ def _send_once(way: str, version: int, nodes: list[_Node]) -> dict[str, Any]:
     members = [[node.peer_id, node.host.up_mbit] for node in workers] if way == "ours" else []
     learner.tell({"publish": version, "members": members})
     published = learner.answer()
+    psutil.cpu_percent()
     started = time.monotonic()
     for node in workers:
         node.tell({"fetch": published["record"]})
     fetched = [node.answer() for node in workers]
+    busy = round(psutil.cpu_percent() / 100, 2)
     _say(f"{way}: peers done after {[round(each['done'] - started, 2) for each in fetched]} s")
     learner.tell({"sent": version})
     return {
         "seconds": round(max(each["done"] for each in fetched) - started, 3),
         "learner_bytes_ratio": learner.answer()["bytes"],
+        "cpu_busy": busy,
     }
 
 

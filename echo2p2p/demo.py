@@ -145,7 +145,7 @@ def run_demo(run_dir: Path, *, overrides: Sequence[str], deadline_s: float) -> N
     """Start the swarm, wait until the learner is done, stop the rest.
 
     Args:
-        run_dir: where every process gets its folder, and its log.
+        run_dir: the learner's folder, with one for every other process inside, and their logs.
         overrides: further settings, as for ``--set``.
 
     Raises:
@@ -159,7 +159,7 @@ def run_demo(run_dir: Path, *, overrides: Sequence[str], deadline_s: float) -> N
         bootstrap = group.start("bootstrap", ["bootstrap", *common, "--run-dir", str(run_dir / "bootstrap")])
         door = group.first_line(bootstrap).split()
         learner = group.start(
-            "learner", ["learner", *common, "--run-dir", str(run_dir / "learner"), *door], show=True
+            "learner", ["learner", *common, "--run-dir", str(run_dir), *door], show=True
         )
         join = group.first_line(learner).split()[1:]  # without the program's name
         for number, worker in enumerate(WORKERS, start=1):
@@ -182,7 +182,7 @@ def run_demo(run_dir: Path, *, overrides: Sequence[str], deadline_s: float) -> N
             learner.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(
-                f"the learner was not done after {deadline_s:.0f} s", hint=f"its events: {run_dir / 'learner'}"
+                f"the learner was not done after {deadline_s:.0f} s", hint=f"its events: {run_dir / 'events.jsonl'}"
             ) from None
         if learner.returncode != 0:
             raise group.failure(learner)

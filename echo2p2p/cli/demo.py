@@ -36,7 +36,7 @@ def command(run_dir: Path | None, overrides: tuple[str, ...], deadline_s: float,
     run_demo(folder, overrides=overrides, deadline_s=deadline_s)
     click.echo("drawing the report …", err=True)
     report = write_report(folder)
-    history = load_history(folder / "learner" / "events.jsonl", sorted(folder.glob("worker-*/events.jsonl")))
+    history = load_history(folder / "events.jsonl", sorted(folder.glob("worker-*/events.jsonl")))
     if as_json:
         figures = {figure.label: figure.value for figure in headline(history)}
         print_json({"figures": figures, "report": str(report.html), "png": str(report.png)})

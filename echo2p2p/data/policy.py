@@ -23,20 +23,6 @@ from echo2p2p.errors import SettingsError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a policy is computed and published in."""
 
-SEED_POLICY = Path(__file__).parents[1] / "seed_policy"
-"""The folder of the policy that comes with echo2p2p; ``scripts/make_seed_policy.py`` made it."""
-
-ASSETS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-"""The files of a policy folder that a worker needs: everything but weights; all of them are data."""
-
 _ATTENTION = ("sdpa", "eager")
 _MAX_JSON_BYTES = 2**20
 
@@ -54,17 +40,13 @@ def load_config(policy_dir: Path) -> PretrainedConfig:
         raise SettingsError(f"{policy_dir} holds no usable config.json: {error}") from error
 
 
-def read_assets(policy_dir: Path) -> dict[str, bytes]:
-    """Those of ``ASSETS`` that the folder has, by name; in a folder they are a policy without weights."""
-    return {name: (policy_dir / name).read_bytes() for name in ASSETS if (policy_dir / name).is_file()}
-
-
 def build_model(
-    policy_dir: Path, *, dtype: torch.dtype, device: str, weights: bool, attention: str = "sdpa"
+    policy_dir: Path, *, dtype: torch.dtype | None, device: str, weights: bool, attention: str = "sdpa"
 ) -> nn.Module:
     """The policy's model, in evaluation mode: dropout would make learner and sampler disagree.
 
     Args:
+        dtype: of the weights; None for the one that ``config.json`` names, float32 if it names none.
         weights: load ``model.safetensors`` from the folder; otherwise the weights are whatever the
             architecture initialises, and a snapshot has to be installed before use.
         attention: ``sdpa`` or ``eager``. Never taken from the folder, whose ``config.json`` could name a
@@ -76,7 +58,11 @@ def build_model(
     if attention not in _ATTENTION:
         raise SettingsError(f"attention {attention!r} is unknown", hint=f"one of {', '.join(_ATTENTION)}")
     config = load_config(policy_dir)
-    common: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype, "trust_remote_code": False}
+    common: dict[str, Any] = {
+        "attn_implementation": attention,
+        "dtype": dtype or getattr(config, "dtype", None) or torch.float32,
+        "trust_remote_code": False,
+    }
     try:
         if weights:
             model = _load_weights(policy_dir, config, common)

@@ -1,9 +1,12 @@
 """Between the sessions and the replay buffer: leases prompts to active workers, admits what comes back.
 
-How much is leased follows from the window, not from a queue length: a group that joins the line behind
-``backlog`` others is trained at version v_t + ⌊backlog / G⌋ (G groups a step), so a worker that holds version
-v gets a lease only while v_t + ⌊backlog / G⌋ ≤ v + S. And nobody gets one while the next step is served from the buffer already: work that
-waits only grows old.
+How much is leased follows from when it will be needed. A group that joins the line behind ``backlog`` others is
+trained at version v_t + ⌊backlog / G⌋ (G groups a step). A worker gets a lease only
+
+* in the window: v_t + ⌊backlog / G⌋ ≤ v + S, where v is the version that it generates with; work that would be
+  stale on arrival is never paid for;
+* just in time: backlog / G · T_train ≤ its own turnaround + T_train; work that waits only grows old, and one step
+  of slack is enough to never let the learner wait for it.
 """
 
 from __future__ import annotations
@@ -137,11 +140,10 @@ class Dispatcher:
         backlog = self.buffered + self.leased
         if self._sequential:
             return self._group_quota - backlog if self.published == self.version else 0
-        if self.buffered >= self._group_quota:
-            return 0  # the next step is served; what is out will serve the one after
         generating = max(session.version, self._min_version())
-        steps_ahead = generating + self._settings.staleness - self.version + 1
-        return steps_ahead * self._group_quota - backlog
+        steps_in_window = generating + self._settings.staleness - self.version + 1
+        steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
+        return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog
 
     def _min_version(self) -> int:
         """The oldest version that a lease given now may be rolled out with."""
@@ -154,6 +156,7 @@ class Dispatcher:
         duration_s = self._settings.lease_s
         min_version = self._min_version()
         number, indices = self._ledger.lease(session.peer, n, now=now, duration_s=duration_s)
+        session.leased(number, now)
         if session.version >= min_version:
             session.started_work(now)
         session.tell(
@@ -203,6 +206,7 @@ class Dispatcher:
             self.dropped[refusal.value] += 1
             self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
         session.delivered(
+            submit.lease,
             self._clock.monotonic(),
             len(group.samples) if refusal is None else 0,
             still_busy=self._ledger.outstanding(session.peer) > 0,

@@ -319,14 +319,16 @@ class Learner:
         """Run ``work`` to its end unless :meth:`stop` is called while it waits; False if it was."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return not self._stop.is_set()
             return False
-        task.result()
-        return not self._stop.is_set()
+        finally:
+            for future in (task, stop):
+                future.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     @property
     def _bubble_ratio(self) -> float:

@@ -58,8 +58,8 @@ class Provisioner:
         self._started_at: float | None = None
         self._changed = asyncio.Event()
         self._any_active = asyncio.Event()
-        self.t_train = DurationEstimator(settings.t_train_prior_s)
-        self.t_bcast = DurationEstimator(settings.t_bcast_prior_s, weight=0.5)
+        self.t_train = DurationEstimator(settings.t_train_prior_s, weight=0.05)
+        self.t_bcast = DurationEstimator(settings.t_bcast_prior_s, weight=0.1)
         self.spending = Spending()
 
     @property

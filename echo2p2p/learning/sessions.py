@@ -24,7 +24,7 @@ from echo2p2p.data.work import (
 )
 from echo2p2p.errors import Echo2p2pError, ProtocolError, RecordError
 from echo2p2p.provisioning.activation import Candidate
-from echo2p2p.provisioning.estimators import RateEstimator
+from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
@@ -38,6 +38,8 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """One group: at most this much. 16 samples of 8,192 tokens are about 1 MiB."""
 OUTBOX_MESSAGES = 1024
 MISSED_BEATS = 3
+LEASES_TIMED = 256
+"""Leases of one worker whose turnaround is being measured."""
 
 
 class Session:
@@ -47,6 +49,7 @@ class Session:
         version: the newest version it proved to have installed; −1 for none.
         active: whether it is paid now.
         accepted, refused: groups so far.
+        turnaround: from lease to delivery of a group, in seconds.
     """
 
     def __init__(self, stream: Stream, advert: WorkerAdvert, version: int) -> None:
@@ -61,6 +64,8 @@ class Session:
         self._overflow = asyncio.Event()
         self._rate: RateEstimator | None = None
         self._busy_since: float | None = None
+        self._leased_at: dict[int, float] = {}
+        self.turnaround = DurationEstimator(0.0)
 
     def tell(self, message: FromLearner) -> None:
         """Queue ``message``. A full outbox means that the worker stopped reading: its session ends."""
@@ -84,13 +89,23 @@ class Session:
         await self._overflow.wait()
         raise ProtocolError(f"worker {self.peer} does not read its messages")
 
+    def leased(self, lease: int, now: float) -> None:
+        """The worker was told of a lease."""
+        self._leased_at[lease] = now
+        while len(self._leased_at) > LEASES_TIMED:
+            del self._leased_at[next(iter(self._leased_at))]
+
     def started_work(self, now: float) -> None:
         """The worker holds leased prompts and the weights to roll them out: its time counts from here."""
         if self._busy_since is None:
             self._busy_since = now
 
-    def delivered(self, now: float, accepted_rollouts: int, *, still_busy: bool, mean_tokens: float) -> None:
+    def delivered(
+        self, lease: int, now: float, accepted_rollouts: int, *, still_busy: bool, mean_tokens: float
+    ) -> None:
         """A group came; ``accepted_rollouts`` is 0 if it was refused."""
+        if lease in self._leased_at:
+            self.turnaround.observe(now - self._leased_at[lease])
         if self._rate is None:
             self._rate = RateEstimator(self._announced(mean_tokens))
         self._rate.observe(accepted_rollouts, now - self._busy_since if self._busy_since is not None else 0.0)

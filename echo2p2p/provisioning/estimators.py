@@ -40,19 +40,21 @@ class RateEstimator:
 
 
 class DurationEstimator:
-    """A duration's moving mean; the prior is dropped at the first measurement.
+    """A duration's moving mean.
+
+    The prior counts like one measurement; until ``weight`` takes over, all measurements count alike, so that
+    neither a wrong prior nor an odd first measurement (warm-up) stays for long.
 
     Args:
         prior_s: used until something has been measured.
-        weight: of each new measurement, after the first.
+        weight: of each new measurement, in the long run.
     """
 
     def __init__(self, prior_s: float, *, weight: float = 0.2) -> None:
         self.seconds = prior_s
-        self.measured = False
         self._weight = weight
+        self._count = 1
 
     def observe(self, seconds: float) -> None:
-        step = self._weight if self.measured else 1.0
-        self.seconds += step * (seconds - self.seconds)
-        self.measured = True
+        self._count += 1
+        self.seconds += max(self._weight, 1 / self._count) * (seconds - self.seconds)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from echo2p2p.data.policy import (
+    DTYPES,
     build_model,
     eos_token_ids,
     load_config,
@@ -49,7 +50,8 @@ class TransformersEngine:
     Args:
         policy_dir: the policy folder; it needs no weights.
         device: ``cpu``, ``cuda``, ``cuda:1``, …
-        dtype: what weights are held and computed in; a snapshot of another dtype is refused.
+        dtype: what weights are held and computed in; a snapshot of another dtype is refused. None takes the
+            dtype of the first snapshot, which is what the learner publishes in.
         threads: torch's threads for this engine's compute on the CPU; None leaves torch's own choice.
         max_batch_tokens: at most so many token places (rows × longest row) are decoded at once.
         attention: ``sdpa`` or ``eager``.
@@ -63,13 +65,14 @@ class TransformersEngine:
         policy_dir: Path,
         *,
         device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         threads: int | None = None,
         max_batch_tokens: int = 65536,
         attention: str = "sdpa",
     ) -> None:
         self._model = build_model(policy_dir, dtype=dtype, device=device, weights=False, attention=attention)
         self._state = self._model.state_dict()
+        self._adopts_dtype = dtype is None
         self._eos = eos_token_ids(policy_dir)
         self._vocabulary = vocabulary_size(self._model)
         self._max_positions = max_positions(load_config(policy_dir))
@@ -186,6 +189,8 @@ class TransformersEngine:
 
     def _install(self, snapshot: Snapshot, version: int) -> str:
         incoming = snapshot.state_dict()
+        if self._adopts_dtype and self._installed is None:
+            self._adopt_dtype(incoming)
         self._check_fit(incoming, version)
         expected = snapshot.fingerprint()
         proven = False
@@ -203,6 +208,16 @@ class TransformersEngine:
             )
         self._installed, self._version = snapshot, version
         return held
+
+    def _adopt_dtype(self, incoming: dict[str, Tensor]) -> None:
+        """Give the weights, and only them, the one dtype of ``incoming``: rotary tables stay float32."""
+        dtypes = {tensor.dtype for tensor in incoming.values() if tensor.is_floating_point()}
+        if len(dtypes) == 1 and dtypes <= set(DTYPES.values()):
+            [dtype] = dtypes
+            for tensor in self._model.state_dict(keep_vars=True).values():
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+            self._state = self._model.state_dict()
 
     def _check_fit(self, incoming: dict[str, Tensor], version: int) -> None:
         if incoming.keys() != self._state.keys():

@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.learning.learner import Learner, LearnerState
@@ -61,15 +63,18 @@ class SimulatedRun:
         self.store = MemoryStore()
         self.trainer = ModelledTrainer(t_train_s=self.t_train_s, snapshot_bytes=self.snapshot_bytes)
 
-    async def start_learner(self, state: LearnerState | None = None) -> tuple[Learner, EventLog]:
-        """A learner that is ready to run, on a peer of its own; after a kill, pass the state it had saved."""
+    async def start_learner(self) -> tuple[Learner, MemoryNetwork]:
+        """A learner that is ready to run, on a peer of its own; it goes on from the newest checkpoint, if any."""
+        state = None
+        if self.trainer.checkpoints:
+            self.trainer.restore(self.trainer.checkpoints[-1])
+            state = msgspec.msgpack.decode(self.trainer.checkpoints[-1].learner_state, type=LearnerState)
         network = self.swarm.add_peer(self.identity, upload_mbit=self.learner_upload_mbit)
         events = EventLog(self.events, role="learner", peer=network.peer_id, clock=network.clock)
         publisher = WeightPublisher(
             network, self.run, self.store, chunk_bytes=self.settings.weights.chunk_kib * 1024, keep_versions=3
         )
         await publisher.start()
-        self.trainer.step = state.step if state else 0
         learner = Learner(
             network,
             self.run,
@@ -82,7 +87,7 @@ class SimulatedRun:
             events=events,
             state=state,
         )
-        return learner, events
+        return learner, network
 
     async def start_worker(self, model: WorkerModel, number: int) -> tuple[Worker, MemoryNetwork]:
         """A worker that is ready to run; ``number`` decides its identity and its randomness."""

@@ -46,7 +46,9 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
         (partial / asset.name).write_bytes(_held(store, asset.digest, asset.name))
     state = {name: tensor.contiguous() for name, tensor in snapshot.state_dict().items()}
     aliases = snapshot.layout.aliases
-    save_file({n: t for n, t in state.items() if n not in aliases}, partial / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {n: t for n, t in state.items() if n not in aliases}, partial / WEIGHTS, metadata={"format": "pt"}
+    )
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
@@ -78,5 +80,7 @@ def _assemble(store: DiskStore, body: bytes) -> tuple[Manifest, Snapshot]:
 def _held(store: DiskStore, digest: bytes, what: str) -> bytes:
     data = store.get(digest)
     if data is None:
-        raise ChunkError(f"{what} is not in the store", hint="export from a node that holds the whole version")
+        raise ChunkError(
+            f"{what} is not in the store", hint="export from a node that holds the whole version"
+        )
     return data

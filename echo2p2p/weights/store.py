@@ -3,8 +3,9 @@
 Guarantees of both stores:
 
 * Nothing is stored under a digest that is not its own, and nothing comes out that does not hash to it.
-* A process killed at any moment leaves whole chunks, or none: a chunk, a pin and the verifier's memory are
-  each written to a temporary name, flushed to the disk, and renamed.
+* A process killed at any moment leaves whole files, or none: each is written under a temporary name and
+  renamed. Pins and the verifier's memory are flushed to the disk before that. Chunks are not: two flushes
+  a chunk cost more than fetching again the few that a power failure may tear, which :meth:`get` finds out.
 * A version's chunks go only when :meth:`prune` no longer keeps that version.
 
 All methods block (briefly); roles call them through ``clock.offload``, from several threads if they like.
@@ -150,7 +151,7 @@ class DiskStore:
             self._sizes[digest] = len(data)
             self._used += len(data)
         try:
-            self._write(self._path(digest), data)
+            self._write(self._path(digest), data, flush=False)
         except BaseException:
             self._forget(digest)
             raise
@@ -225,23 +226,21 @@ class DiskStore:
         with self._lock:
             self._used -= self._sizes.pop(digest, 0)
 
-    def _write(self, path: Path, data: Data) -> None:
-        """Bring ``data`` to ``path`` whole or not at all, and on the disk when this returns."""
+    def _write(self, path: Path, data: Data, *, flush: bool = True) -> None:
+        """Bring ``data`` to ``path`` whole or not at all; with ``flush``, it is on the disk then."""
         with self._lock:
             self._temporary += 1
             temporary = self._tmp_dir / str(self._temporary)
         try:
             with temporary.open("wb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                if flush:
+                    file.flush()
+                    os.fsync(file.fileno())
             path.parent.mkdir(exist_ok=True)
             temporary.replace(path)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            if flush:
+                _flush_folder(path.parent)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -249,6 +248,14 @@ class DiskStore:
                     f"no space left for {path}", hint="free some, or keep fewer versions"
                 ) from error
             raise ResourceError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _flush_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _check(digest: bytes, data: Data) -> None:

@@ -16,7 +16,7 @@ OWNERS = [Identity.from_seed(bytes([i]) * 32).peer_id for i in range(6)]
 
 def entry(owner: str, sequence: int, expires: float, size: int = 100) -> Entry:
     record = Record(1, "key", owner, sequence, expires, RunRecord("run", "task"))
-    return Entry(record, bytes(size))
+    return Entry(record, f"{owner} {sequence} {expires}".encode().ljust(size)[-size:])
 
 
 def test_the_highest_sequence_stands_whatever_comes_after_and_however_long_it_lives() -> None:

@@ -137,6 +137,25 @@ async def test_versions_replace_each_other_whole(tmp_path, tied):
     await engine.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_an_engine_without_a_dtype_takes_that_of_the_first_snapshot_and_keeps_it(folder, dtype):
+    model, _ = weights_of(folder)
+    published = from_state_dict(model.to(dtype).state_dict())
+    other = from_state_dict(model.to({torch.float32: torch.bfloat16}.get(dtype, torch.float32)).state_dict())
+    adopting, told = TransformersEngine(folder, threads=1), TransformersEngine(folder, threads=1, dtype=dtype)
+    answers = []
+    for engine in (adopting, told):
+        assert await engine.install(published, 0) == published.fingerprint()
+        answers.append(await engine.generate(PROMPTS, n_samples=2, sampling=SAMPLED, seed=0))
+        with pytest.raises(EngineError, match="dtype"):
+            await engine.install(other, 1)
+        await engine.close()
+    for one, two in zip(*answers, strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert a.tokens == b.tokens
+            assert np.array_equal(a.logprobs, b.logprobs)
+
+
 def harmed(state, how):
     name = "model.layers.1.mlp.up_proj.weight"
     if how == "missing":

@@ -10,18 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from echo2p2p.data.policy import (
-    SEED_POLICY,
     build_model,
     eos_token_ids,
     load_config,
     max_positions,
-    read_assets,
     vocabulary_size,
 )
 from echo2p2p.data.task import HELD_OUT, make_task
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import SettingsError
+from echo2p2p.roles import SEED_POLICY
 from echo2p2p.rollout.transformers_engine import TransformersEngine
 from echo2p2p.weights.snapshot import from_state_dict
 
@@ -31,8 +30,8 @@ def folder(tmp_path):
     """A copy of the seed policy without its weights: what a worker gets from the learner."""
     target = tmp_path / "policy"
     target.mkdir()
-    for name, content in read_assets(SEED_POLICY).items():
-        (target / name).write_bytes(content)
+    for path in SEED_POLICY.glob("*.json"):
+        (target / path.name).write_bytes(path.read_bytes())
     return target
 
 

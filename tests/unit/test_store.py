@@ -138,11 +138,11 @@ def test_no_space_left_on_the_device_is_told_and_leaves_nothing(
 ) -> None:
     store = DiskStore(tmp_path, max_bytes=len(BLOBS[5]))
 
-    def full(_: int) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(Path, "replace", full)
         with pytest.raises(OutOfDisk, match="no space"):
             store.put(DIGESTS[5], BLOBS[5])
     assert files_in(tmp_path) == set()

@@ -1,0 +1,118 @@
+"""What a worker may not get past admission; one test a lie."""
+
+import math
+
+import msgspec
+import pytest
+
+from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
+from echo2p2p.errors import ProtocolError
+from echo2p2p.learning.admission import Refusal, check_claim, check_contents
+from echo2p2p.learning.ledger import PromptLedger
+from echo2p2p.simulation.engine import ModelledScorer
+from echo2p2p.swarm.messages import decode, encode
+
+SCORER = ModelledScorer()
+
+
+@pytest.fixture
+def ledger():
+    ledger = PromptLedger()
+    ledger.lease("worker", 4, now=0, duration_s=10)
+    return ledger
+
+
+def honest(index=0, version=5, **changes):
+    sample = Trajectory([3, 4], pack_logprobs([-0.5, -1.0]), version, version, SCORER.reward(index, [3, 4]), "stop")
+    return Group(index, SCORER.prompt_tokens(index), [msgspec.structs.replace(sample, **changes)] * 2)
+
+
+def claim(ledger, group, *, sender="worker", lease=1, learner_version=6, published=6):
+    return check_claim(
+        group,
+        lease=lease,
+        sender=sender,
+        ledger=ledger,
+        learner_version=learner_version,
+        published_version=published,
+        staleness=3,
+    )
+
+
+def contents(group):
+    return check_contents(group, scorer=SCORER, n_samples=2, max_new_tokens=4)
+
+
+def test_an_honest_group_is_taken(ledger):
+    assert claim(ledger, honest()) is None
+    assert contents(honest()) is None
+
+
+def test_a_stranger_without_a_lease_is_refused(ledger):
+    assert claim(ledger, honest(), sender="stranger") is Refusal.NOT_LEASED
+
+
+def test_a_lease_that_was_never_given_is_refused(ledger):
+    assert claim(ledger, honest(), lease=99) is Refusal.NOT_LEASED
+
+
+def test_another_prompt_than_the_leased_one_is_refused(ledger):
+    assert claim(ledger, honest(index=77)) is Refusal.NOT_LEASED
+    assert contents(msgspec.structs.replace(honest(0), prompt=SCORER.prompt_tokens(1))) is Refusal.PROMPT
+
+
+def test_an_expired_lease_is_refused(ledger):
+    ledger.expire(11)
+    assert claim(ledger, honest()) is Refusal.NOT_LEASED
+
+
+def test_a_second_delivery_is_refused(ledger):
+    ledger.accept(1, 0)
+    assert claim(ledger, honest()) is Refusal.DUPLICATE
+    ledger.train([0])
+    assert claim(ledger, honest()) is Refusal.DUPLICATE
+
+
+def test_a_group_outside_the_window_is_refused(ledger):
+    assert claim(ledger, honest(version=2)) is Refusal.STALE
+    assert claim(ledger, honest(version=3)) is None
+
+
+def test_a_version_that_nobody_published_is_refused(ledger):
+    assert claim(ledger, honest(version=7)) is Refusal.UNPUBLISHED
+    assert claim(ledger, honest(version_min=6, version_max=5)) is Refusal.UNPUBLISHED
+
+
+def test_a_false_reward_is_refused():
+    assert contents(honest(reward=1 - SCORER.reward(0, [3, 4]))) is Refusal.REWARD
+    assert contents(honest(reward=math.nan)) is Refusal.REWARD
+
+
+def test_missing_samples_are_refused():
+    assert contents(msgspec.structs.replace(honest(), samples=honest().samples[:1])) is Refusal.SAMPLES
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    assert contents(honest(completion=[3, SCORER.vocab_size])) is Refusal.TOKENS
+
+
+def test_a_completion_longer_than_leased_is_refused():
+    assert contents(honest(completion=[1] * 5, logprobs=pack_logprobs([-1.0] * 5))) is Refusal.LENGTH
+
+
+@pytest.mark.parametrize("values", [[0.5, -1], [-1], [math.nan, -1], [-math.inf, -1], [-101, -1]])
+def test_impossible_logprobs_are_refused(values):
+    assert contents(honest(logprobs=pack_logprobs(values))) is Refusal.LOGPROBS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"completion": []}, {"completion": [-1]}, {"reward": 1e300}, {"finish": "because"}, {"version_min": -1}],
+)
+def test_the_schema_refuses_what_is_out_of_bounds(changes):
+    with pytest.raises(ProtocolError):
+        decode(encode(honest(**changes)), Group)
+
+
+def test_refusals_are_words_that_fit_into_a_verdict():
+    assert all(len(refusal.value) < 64 for refusal in Refusal)

@@ -1,0 +1,193 @@
+"""The capacity model against hand-computed figures, and the activation loop against its rules."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2p2p.provisioning.accounting import Spending
+from echo2p2p.provisioning.activation import Activator, Candidate, by_cost, cheapest
+from echo2p2p.provisioning.capacity import conservative_staleness, default_kappa, min_kappa, mu_min
+from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator
+from echo2p2p.provisioning.plan import Inputs, plan
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        peer=st.uuids().map(str),
+        price_per_hour=st.floats(0.01, 10),
+        mu=st.floats(0, 100),
+    ),
+    max_size=30,
+)
+
+
+def test_mu_min_is_the_papers_formula():
+    # ECHO-2, 8B: R = 2048, T_train = 1631 s, T_bcast = 1437 s, κ = 2.
+    assert mu_min(kappa=2, rollouts=2048, t_train_s=1631, t_bcast_s=1437) == 4096 / (3262 - 1437)
+
+
+def test_mu_min_is_infinite_where_a_broadcast_outlasts_the_publication_period():
+    assert mu_min(kappa=1, rollouts=10, t_train_s=5, t_bcast_s=5) == math.inf
+    assert min_kappa(t_train_s=5, t_bcast_s=5) == 2
+    assert min_kappa(t_train_s=5, t_bcast_s=4.9) == 1
+
+
+@given(
+    kappa=st.integers(1, 20),
+    rollouts=st.integers(1, 10_000),
+    t_train_s=st.floats(0.1, 1e4),
+    bcast_fraction=st.floats(0, 0.99),
+    excess=st.floats(1, 10),
+)
+def test_kappa_of_s_minus_one_keeps_staleness_within_s(kappa, rollouts, t_train_s, bcast_fraction, excess):
+    staleness = kappa + 1
+    t_bcast_s = t_train_s * bcast_fraction
+    assert default_kappa(staleness) == kappa
+    needed = mu_min(kappa=kappa, rollouts=rollouts, t_train_s=t_train_s, t_bcast_s=t_bcast_s)
+    delta = conservative_staleness(
+        kappa=kappa, rollouts=rollouts, t_train_s=t_train_s, t_bcast_s=t_bcast_s, mu_pool=needed * excess
+    )
+    assert delta is not None
+    assert delta <= staleness
+
+
+def test_small_windows_publish_every_version():
+    assert [default_kappa(s) for s in (0, 1, 2, 3, 6)] == [1, 1, 1, 2, 5]
+
+
+def test_cheapest_takes_the_best_price_per_throughput_not_the_lowest_price():
+    slow_but_cheap = Candidate("slow", price_per_hour=0.1, mu=1)
+    fast = Candidate("fast", price_per_hour=0.5, mu=10)
+    assert [c.peer for c in cheapest([slow_but_cheap, fast], 9)] == ["fast"]
+
+
+def test_cheapest_drops_what_a_big_worker_makes_superfluous():
+    small = Candidate("small", price_per_hour=0.10, mu=2)
+    big = Candidate("big", price_per_hour=0.60, mu=10)
+    assert [c.peer for c in cheapest([small, big], 10)] == ["big"]
+
+
+def test_ties_are_broken_by_price_then_peer():
+    order = by_cost([Candidate("b", 1, 1), Candidate("a", 1, 1), Candidate("c", 0.5, 0.5)])
+    assert [c.peer for c in order] == ["c", "a", "b"]
+
+
+@given(pool=candidates, target=st.floats(0, 500), cap=st.floats(0.1, 50))
+def test_cheapest_reaches_the_target_or_takes_all_it_may(pool, target, cap):
+    chosen = cheapest(pool, target, price_cap_per_hour=cap)
+    assert sum(c.price_per_hour for c in chosen) <= cap + 1e-9
+    mu = sum(c.mu for c in chosen)
+    if mu < target:
+        price = sum(c.price_per_hour for c in chosen)
+        left_out = [c for c in pool if c not in chosen and c.mu > 0]
+        assert all(price + c.price_per_hour > cap - 1e-9 for c in left_out)
+
+
+def pool(*active):
+    workers = [("a", 0.1, 10), ("b", 0.2, 10), ("c", 0.3, 10), ("d", 3.0, 10)]
+    return [Candidate(name, price, mu, name in active) for name, price, mu in workers]
+
+
+def test_the_first_choice_is_made_at_once_and_leaves_the_dearest_idle():
+    activator = Activator(persistence_s=30, margin=0.2)
+    assert activator.decide(0, pool(), 25).activate == ("a", "b", "c")
+
+
+def test_a_lost_worker_is_replaced_at_once():
+    activator = Activator(persistence_s=30, margin=0.2)
+    activator.decide(0, pool(), 25)
+    survivors = [c for c in pool("b", "c") if c.peer != "a"]
+    decision = activator.decide(1, survivors, 25)
+    assert decision.activate == ("d",)
+    assert "lost" in decision.reason
+
+
+def test_a_drifting_target_moves_nobody_before_the_persistence_window():
+    activator = Activator(persistence_s=30, margin=0.2)
+    activator.decide(0, pool(), 20)
+    for second in range(1, 30):
+        assert activator.decide(second, pool("a", "b"), 25).activate == ()
+    assert activator.decide(31, pool("a", "b"), 25).activate == ("c",)
+
+
+def test_a_shortfall_that_comes_and_goes_adds_nobody():
+    activator = Activator(persistence_s=30, margin=0.2)
+    activator.decide(0, pool(), 20)
+    for second in range(1, 200):
+        target = 25 if second % 20 else 20
+        assert activator.decide(second, pool("a", "b"), target).activate == ()
+
+
+def test_excess_releases_the_dearest_and_never_undercuts_the_target():
+    activator = Activator(persistence_s=30, margin=0.2)
+    activator.decide(0, pool("a", "b", "c"), 15)
+    decision = activator.decide(31, pool("a", "b", "c"), 15)
+    assert decision.release == ("c",)
+
+
+def test_excess_within_the_margin_is_tolerated():
+    activator = Activator(persistence_s=0, margin=0.5)
+    for second in range(100):
+        assert activator.decide(second, pool("a", "b", "c"), 21).release == ()
+
+
+def test_the_price_cap_is_never_exceeded():
+    activator = Activator(persistence_s=0, margin=0.2, price_cap_per_hour=0.35)
+    assert activator.decide(0, pool(), 1000).activate == ("a", "b")
+    assert activator.decide(1, pool("a", "b"), 1000).activate == ()
+
+
+@settings(max_examples=50)
+@given(
+    mus=st.lists(st.floats(0.5, 20), min_size=1, max_size=12),
+    wobble=st.lists(st.floats(0.9, 1.1), min_size=60, max_size=60),
+)
+def test_estimates_that_wobble_within_the_margin_thrash_nobody(mus, wobble):
+    activator = Activator(persistence_s=5, margin=0.5)
+    target = sum(mus) / 1.25
+    active = set()
+    moves = 0
+    for second, factor in enumerate(wobble):
+        now = [Candidate(str(i), 1 + i / 10, mu * factor, str(i) in active) for i, mu in enumerate(mus)]
+        decision = activator.decide(second, now, target)
+        active |= set(decision.activate)
+        active -= set(decision.release)
+        if second:
+            moves += len(decision.activate) + len(decision.release)
+    assert moves <= len(mus)
+
+
+def test_a_rate_is_measured_over_busy_time_and_refused_work_lowers_it():
+    rate = RateEstimator(100.0, prior_weight_s=1.0, memory_s=1e9)
+    for _ in range(50):
+        rate.observe(10, 1.0)
+    assert 10 <= rate.per_s <= 12
+    before = rate.per_s
+    rate.observe(0, 10.0)
+    assert rate.per_s < before
+
+
+def test_a_wrong_prior_of_a_duration_fades():
+    duration = DurationEstimator(100.0, weight=0.1)
+    for _ in range(100):
+        duration.observe(2.0)
+    assert abs(duration.seconds - 2) < 0.1
+
+
+def test_spending_counts_active_time_only_and_all_on_counts_everybody():
+    spending = Spending()
+    spending.advance(0, {}, {})
+    spending.advance(3600, {"a": 0.5}, {"b": 2.0})
+    spending.advance(7200, {"a": 0.5, "b": 2.0}, {})
+    assert spending.usd == 0.5 + 2.5
+    assert spending.all_on_usd == 2.5 + 2.5
+    assert spending.per_worker_usd == {"a": 1.0, "b": 2.0}
+
+
+def test_a_plan_says_what_stands_in_the_way():
+    workers = [Candidate(str(i), 0.35, 0.25) for i in range(12)]
+    good = plan(Inputs(2048, 1600, 1312, 3, 1.1), workers)
+    assert (good.feasible, good.kappa, good.delta_cons, len(good.workers)) == (True, 2, 3, 10)
+    assert "κ must be at least 2" in plan(Inputs(2048, 1600, 1700, 1, 1.1), workers).why
+    assert "all workers together" in plan(Inputs(2048, 1600, 1312, 3, 1.1), workers[:3]).why
