@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 _PREFIX = "echo2p2p-bench-"
 _PORT = 7077
 _BURST_S = 0.005
@@ -82,6 +84,16 @@ def measure_mbit(source: Host, target: Host, seconds: float = 2.0) -> float:
         receiver.kill()
         receiver.wait()
     return nbytes * 8 / 1e6 / taken_s
+
+
+def cpu_seconds(hosts: Sequence[Host]) -> float:
+    """Processor seconds that all processes on ``hosts`` have used so far."""
+    total = 0.0
+    for pid in [pid for host in hosts for pid in _pids(host.namespace)]:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
 
 
 _RECEIVE = """

@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.relay --peers 8 --mib 32 --up-mbit 50``
 
-Each host is a network namespace with one process and its own p2pd. The same bytes travel twice, over the
-same connections: once relayed (``ours``), once from the learner to every peer (``star``). Measured from the
-announcement until the last peer has verified the whole snapshot. The last line on stdout is one JSON
-object: ``bound_s``, ``ours`` and ``star`` with ``seconds`` and ``ratio`` (seconds / bound_s), and
-``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes). Near a ``cpu_busy`` of 1 it is
-this machine's processors that were measured, not the plan: take more of them, or lower rates.
+Each host is a network namespace with one process and its own p2pd. A small version travels first, so that
+connections stand as they do in a run; then one that is relayed (``ours``), then one that goes from the
+learner to every peer (``star``). Measured from the announcement until the last peer has verified the whole
+snapshot. The last line on stdout is one JSON object: ``bound_s``, ``ours`` and ``star`` with ``seconds`` and
+``ratio`` (seconds / bound_s), and
+``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes). ``cpu_s`` is what all hosts
+together used; near a ``cpu_busy`` of 1 it was this machine's processors that were measured, not the plan.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.netns import Host, ShapingError, measure_mbit, shaped_hosts
+from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, shaped_hosts
 from echo2p2p.weights.plan import fluid_bound_s
 
 _START_S = 180.0
-_IN_PLACE = {"ours": 0, "star": 1}
-"""The version that each way of sending is measured with."""
+_WARM_UP_BYTES = 2**20
 
 
 def main() -> None:
@@ -77,8 +77,12 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as folder:
         link_mbit = measure_mbit(hosts[0], hosts[1])
         _say(f"raw TCP over a link of {min(arguments.up_mbit, down_mbit):g} Mbit/s: {link_mbit:.1f} Mbit/s")
-        with _swarm(hosts, Path(folder), nbytes, arguments.chunk_kib * 1024) as nodes:
-            measured = {way: _send_once(way, version, nodes) for way, version in _IN_PLACE.items()}
+        with _swarm(hosts, Path(folder), arguments.chunk_kib * 1024) as nodes:
+            _send_once("warm-up", 0, nodes, _WARM_UP_BYTES)
+            measured = {
+                way: _send_once(way, version, nodes, nbytes)
+                for version, way in enumerate(("ours", "star"), 1)
+            }
     for way, figures in measured.items():
         figures["ratio"] = round(figures["seconds"] / bound_s, 3)
         figures["learner_bytes_ratio"] = round(figures["learner_bytes_ratio"] / nbytes, 3)
@@ -124,10 +128,10 @@ class _Node:
 
 
 @contextmanager
-def _swarm(hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int) -> Iterator[list[_Node]]:
+def _swarm(hosts: Sequence[Host], folder: Path, chunk_bytes: int) -> Iterator[list[_Node]]:
     """One node a host, the learner first, all joined."""
     nodes: list[_Node] = []
-    settings: dict[str, Any] = {"nbytes": nbytes, "chunk_bytes": chunk_bytes}
+    settings: dict[str, Any] = {"chunk_bytes": chunk_bytes}
     try:
         nodes.append(_Node(hosts[0], settings | {"folder": str(folder / "0"), "address": hosts[0].address}))
         learner = nodes[0].answer()
@@ -143,23 +147,26 @@ def _swarm(hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int) -
             list(pool.map(_Node.end, nodes))
 
 
-def _send_once(way: str, version: int, nodes: list[_Node]) -> dict[str, Any]:
+def _send_once(way: str, version: int, nodes: list[_Node], nbytes: int) -> dict[str, Any]:
     learner, *workers = nodes
-    members = [[node.peer_id, node.host.up_mbit] for node in workers] if way == "ours" else []
-    learner.tell({"publish": version, "members": members})
+    members = [[node.peer_id, node.host.up_mbit] for node in workers] if way != "star" else []
+    learner.tell({"publish": version, "members": members, "nbytes": nbytes})
     published = learner.answer()
     psutil.cpu_percent()
+    used_s = cpu_seconds([node.host for node in nodes])
     started = time.monotonic()
     for node in workers:
         node.tell({"fetch": published["record"]})
     fetched = [node.answer() for node in workers]
     busy = round(psutil.cpu_percent() / 100, 2)
+    used_s = cpu_seconds([node.host for node in nodes]) - used_s
     _say(f"{way}: peers done after {[round(each['done'] - started, 2) for each in fetched]} s")
     learner.tell({"sent": version})
     return {
         "seconds": round(max(each["done"] for each in fetched) - started, 3),
         "learner_bytes_ratio": learner.answer()["bytes"],
         "cpu_busy": busy,
+        "cpu_s": round(used_s, 2),
     }
 
 
@@ -194,12 +201,12 @@ async def _learn(network: Any, folder: Path, settings: dict[str, Any]) -> None:
         network, run, DiskStore(folder / "store"), chunk_bytes=settings["chunk_bytes"]
     )
     await publisher.start()
-    nbytes = settings["nbytes"]
-    layout = Layout((TensorSpec("weights", "uint8", (nbytes,), 0, nbytes),), {})
     _answer({"run": run, "addresses": network.addresses()})
     async for message in _messages():
         if "publish" in message:
             members = [Member(peer, up_mbit) for peer, up_mbit in message["members"]]
+            nbytes = message["nbytes"]
+            layout = Layout((TensorSpec("weights", "uint8", (nbytes,), 0, nbytes),), {})
             snapshot = Snapshot(layout, os.urandom(nbytes))
             published = await publisher.publish(snapshot, message["publish"], members, {})
             record = published.record

@@ -163,14 +163,20 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
 
     async def look(network: Any) -> dict[str, Any]:
         from echo2p2p.swarm.directory import Directory
-        from echo2p2p.weights.lane import get_manifest
+        from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, get_manifest
         from echo2p2p.weights.manifest import ManifestVerifier
 
         directory = Directory(network, await _only_run(network, run, timeout_s))
         record = await directory.manifest(timeout_s)
         if record is None:
             raise SwarmError(f"{directory.keys.run} has published nothing yet")
-        body = await get_manifest(network, directory.keys.learner_id, record.body)
+        body = await get_manifest(
+            network,
+            directory.keys.learner_id,
+            record.body.manifest_digest,
+            max_bytes=record.body.manifest_bytes,
+            limits=DEFAULT_FETCH_LIMITS,
+        )
         verified = ManifestVerifier(directory.keys.run).accept(body, record.body.manifest_digest)
         return {
             "run": verified.run,

@@ -33,7 +33,8 @@ from echo2p2p.learning.trainer import TrainerState
 _TENSORS, _TRAINER, _LEARNER = "tensors.safetensors", "trainer.json", "learner.bin"
 _LISTED = (_TENSORS, _TRAINER, _LEARNER)
 _INDEX = "checkpoint.json"
-_FOLDER = re.compile(r"step-(\d{12})")
+_REPLACED = ".replaced"
+_FOLDER = re.compile(rf"step-\d{{12}}({re.escape(_REPLACED)})?")
 _TEMPORARY = ".writing-"
 _MAX_JSON_BYTES = 2**16
 _FORMAT = 1
@@ -87,10 +88,14 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         if getattr(error, "errno", None) == _ENOSPC or "No space left" in str(error):
             raise OutOfDisk(f"no room for a checkpoint under {root}", hint="free disk space") from error
         raise
+    replaced = final.with_name(final.name + _REPLACED)
     if final.exists():
-        shutil.rmtree(final)
+        # It stays findable until the new one is in its place.
+        _remove(replaced)
+        final.rename(replaced)
     temporary.rename(final)
     _sync(root)
+    _remove(replaced)
     for old in _folders(root)[max(1, keep) :]:
         shutil.rmtree(old)
     return final
@@ -145,10 +150,16 @@ def load_latest(root: Path) -> tuple[Checkpoint | None, list[VerificationError]]
 
 
 def _folders(root: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
+    """Checkpoint folders, newest first; one that was being replaced comes after its replacement."""
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), reverse=True)
+    found = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.stem, path.suffix != _REPLACED), reverse=True)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:

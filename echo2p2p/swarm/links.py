@@ -252,7 +252,8 @@ class Pipe:
     async def read_exactly(self, n_bytes: int) -> bytes:
         await self._readable(n_bytes)
         if self._unread < n_bytes:
-            raise PeerUnreachable(f"{self._name}: the stream ended after {self._unread} of {n_bytes} bytes")
+            got = f" after {self._unread} of {n_bytes} bytes" if self._unread else ""
+            raise PeerUnreachable(f"{self._name}: the other side ended the stream{got}")
         parts: list[Block] = []
         missing = n_bytes
         while missing:

@@ -47,7 +47,7 @@ class ServerLimits:
     unknown_version_s: float = 10.0
     """How long a request may wait for a version that this peer has not heard of yet."""
     chunk_wait_s: float = 30.0
-    """How long a request may wait for one chunk."""
+    """How long a request may wait for chunks while none arrive here."""
     heartbeat_s: float = 1.0
     idle_s: float = 120.0
     write_s: float = 30.0

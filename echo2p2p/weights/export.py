@@ -67,10 +67,11 @@ def _whole(store: DiskStore, body: bytes) -> bool:
 
 def _assemble(store: DiskStore, body: bytes) -> tuple[Manifest, Snapshot]:
     manifest = _parse(body)
-    buffer = bytearray(manifest.nbytes)
+    buffer = bytearray(manifest.total_bytes)
     for index in range(manifest.n_chunks):
         start, end = manifest.chunk_span(index)
         buffer[start:end] = _held(store, manifest.chunk_digest(index), f"chunk {index}")
+    del buffer[manifest.nbytes :]  # the assets
     snapshot = Snapshot(manifest.layout, buffer)
     if snapshot.fingerprint() != manifest.fingerprint:
         raise FingerprintMismatch(f"version {manifest.version} does not have the fingerprint that was signed")

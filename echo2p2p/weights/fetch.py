@@ -31,8 +31,6 @@ from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
 
-_STORE_QUEUE = 1024
-"""Chunks that may wait for the disk before the lanes wait for it too."""
 _STORE_BATCH = 32
 _NAMED = 5
 """Chunks and sources that an error names before it only counts."""
@@ -68,7 +66,8 @@ class Fetch:
         self._limits = limits
         self._lanes: dict[PeerId, Lane] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
-        self._to_store: asyncio.Queue[int | None] = asyncio.Queue(_STORE_QUEUE)
+        # Only indices, each once: the bytes wait in the buffer. None ends it.
+        self._to_store: asyncio.Queue[int | None] = asyncio.Queue(self._manifest.n_chunks + 1)
         self._all_here = asyncio.Event()
         self._asked: set[PeerId] = set()
         self._last_chunk_s = self._clock.monotonic()
@@ -86,16 +85,7 @@ class Fetch:
         here = await self._clock.offload(self._load_from_store)
         for index in here:
             self._holding.add(index)
-        members = self._manifest.members
-        self._schedule = Schedule(
-            self._manifest.n_chunks,
-            relay_plan(self._manifest.n_chunks, members),
-            me=self._network.peer_id,
-            learner=self._learner,
-            have=here,
-            suspects=self._standing.suspects(),
-            banned=self._standing.banned,
-        )
+        self._schedule = await self._clock.offload(partial(self._plan, here))
         self._last_chunk_s = self._clock.monotonic()
         try:
             async with asyncio.TaskGroup() as self._group:
@@ -104,7 +94,7 @@ class Fetch:
                 await self._watch()
                 for task in self._tasks.values():
                     task.cancel()
-                await self._to_store.put(None)
+                self._to_store.put_nowait(None)
                 await storing
         except BaseExceptionGroup as group:
             raise _cause(group) from None
@@ -119,6 +109,18 @@ class Fetch:
                 self._buffer[start:end] = data
                 here.append(index)
         return here
+
+    def _plan(self, here: list[int]) -> Schedule:
+        """Off the loop, too: it takes a while with a hundred thousand chunks."""
+        return Schedule(
+            self._manifest.n_chunks,
+            relay_plan(self._manifest.n_chunks, self._manifest.members),
+            me=self._network.peer_id,
+            learner=self._learner,
+            have=here,
+            suspects=self._standing.suspects(),
+            banned=self._standing.banned,
+        )
 
     # --- lanes ------------------------------------------------------------------------------------------
 
@@ -149,6 +151,7 @@ class Fetch:
             self._lanes[source] = lane
             try:
                 await lane.run()
+                del self._lanes[source]
             except ChunkError as error:
                 self._standing.lied(source, error.message)
                 self._give_up(source, for_good=source != self._learner)
@@ -174,10 +177,10 @@ class Fetch:
         start, end = self._manifest.chunk_span(index)
         self._buffer[start:end] = data
         self._holding.add(index)
+        self._to_store.put_nowait(index)
         self._last_chunk_s = self._clock.monotonic()
         if self._schedule.done:
             self._all_here.set()
-        await self._to_store.put(index)
         return True
 
     async def _write_to_store(self) -> None:
@@ -226,7 +229,7 @@ class Fetch:
             silent_s = now - lane.last_chunk_s
             if silent_s > self._limits.patience_s and self._last_chunk_s > lane.last_chunk_s:
                 yield lane, 0
-            elif 2 * idle >= len(lanes) - 1 > 0:
+            elif 2 * idle >= len(lanes) - 1 > 0 and elapsed_s > self._limits.slow_s:
                 per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._manifest.chunk_bytes
                 if load > per_s * max(self._limits.slow_s, elapsed_s / 2):
                     yield lane, int(per_s)

@@ -37,6 +37,7 @@ class Holding:
         self._clock = clock
         self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None
         self.arriving = buffer is not None
+        self.last_arrival_s = clock.monotonic()
         self._here = bytearray(manifest.n_chunks)
         self._lanes: set[OutgoingLane] = set()
         if buffer is None:
@@ -48,6 +49,7 @@ class Holding:
     def add(self, index: int) -> None:
         """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
         self._here[index] = 1
+        self.last_arrival_s = self._clock.monotonic()
         for lane in self._lanes:
             lane.arrived(index)
 
@@ -132,10 +134,15 @@ class OutgoingLane:
         return None
 
     def give_up(self, since: float) -> tuple[int, ...]:
-        """Chunks that are not here and that nobody waits for longer; they are no longer wanted."""
-        for index in [index for index, asked in self._waiting.items() if asked <= since]:
-            del self._waiting[index]
-            self._missing.append(index)
+        """Chunks that are not here and that are not worth waiting for; they are no longer wanted.
+
+        Not worth it are those asked for before ``since`` if nothing at all has arrived here since then: where
+        links are slow, a chunk may be a long way down a queue that moves.
+        """
+        if self._holding.last_arrival_s <= since:
+            for index in [index for index, asked in self._waiting.items() if asked <= since]:
+                del self._waiting[index]
+                self._missing.append(index)
         missing = tuple(index for index in self._missing if index in self._wanted)
         self._missing.clear()
         self._wanted.difference_update(missing)

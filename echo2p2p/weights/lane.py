@@ -19,6 +19,7 @@ from echo2p2p.errors import ChunkError, DeadlineExceeded, ManifestError, PeerUnr
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.holding import set_within
 from echo2p2p.weights.manifest import Manifest, digest
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.wire import (
@@ -46,6 +47,7 @@ class FetchLimits:
         stall_s: silence after which a source that owes an answer counts as stalled.
         patience_s: others are asked too for what a source has not sent for so long while they did send.
         starved_s: without a single chunk from anybody for so long, the fetch fails.
+        idle_s: a lane without work is closed after this; well before the other end does it.
         min_bytes_per_s: a chunk or manifest that comes slower breaks its stream.
         window_bytes: asked for ahead on one lane.
         retry_s: pause before a failed source is dialled again, times its failures.
@@ -58,6 +60,7 @@ class FetchLimits:
     stall_s: float = 8.0
     patience_s: float = 20.0
     starved_s: float = 60.0
+    idle_s: float = 30.0
     min_bytes_per_s: float = 16 * 1024
     window_bytes: int = 4 * 2**20
     retry_s: float = 1.0
@@ -112,7 +115,7 @@ class Lane:
         self._cancelled.append(chunk)
 
     async def run(self) -> None:
-        """Ask and receive until cancelled.
+        """Ask and receive until cancelled, or until there was nothing to ask for ``idle_s``.
 
         Raises:
             ChunkError: the source sent bytes that are not the chunk they claim to be.
@@ -126,8 +129,8 @@ class Lane:
                 await self._ask(stream)
                 if self._schedule.open_at(self.source):
                     await self._take(stream)
-                else:
-                    await self.wake.wait()
+                elif not await set_within(self.wake, self._limits.idle_s):
+                    return
 
     async def _ask(self, stream: Stream) -> None:
         while self._cancelled:

@@ -103,6 +103,22 @@ def test_a_save_that_dies_at_any_point_leaves_the_old_checkpoint(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000003"]
 
 
+def test_a_save_that_dies_while_it_replaces_its_own_step_leaves_the_old_one(tmp_path):
+    folder = save(tmp_path, make(1), keep=1)
+    folder.rename(folder.with_name(folder.name + ".replaced"))
+    newest, refused = load_latest(tmp_path)
+    assert newest is not None
+    assert_same(newest, make(1))
+    again = Checkpoint(1, make(2).trainer, b"again")
+    for _ in range(2):
+        save(tmp_path, again, keep=1)
+        newest, refused = load_latest(tmp_path)
+        assert newest is not None
+        assert_same(newest, again)
+        assert refused == []
+        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
 def test_a_full_disk_is_named_and_older_checkpoints_stay(tmp_path, monkeypatch):
     save(tmp_path, make(1), keep=1)
 

@@ -78,9 +78,8 @@ class SocketStream:
         try:
             return await self._reader.readexactly(n_bytes)
         except asyncio.IncompleteReadError as error:
-            raise PeerUnreachable(
-                f"the stream of {self._remote} ended after {len(error.partial)} of {n_bytes} bytes"
-            ) from None
+            got = f" after {len(error.partial)} of {n_bytes} bytes" if error.partial else ""
+            raise PeerUnreachable(f"{self._remote} ended the stream{got}") from None
         except OSError as error:
             raise self._broken(error) from error
 
@@ -156,6 +155,8 @@ class IncomingStreams:
         except asyncio.CancelledError:
             stream.abort()
             raise
+        except PeerUnreachable as error:
+            logger.debug("stream %s of %s: %s", protocol, peer, error)
         except Echo2p2pError as error:
             logger.info("stream %s of %s ended: %s", protocol, peer, error)
         except Exception:

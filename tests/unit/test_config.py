@@ -1,0 +1,69 @@
+"""Settings: layers, bounds, and errors that name key and value."""
+
+from pathlib import Path
+
+import pytest
+
+from echo2p2p.config import Settings, load, to_toml
+from echo2p2p.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*ROOT.glob("configs/*.toml"), ROOT / "echo2p2p/demo.toml"])
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_every_shipped_file_is_valid(file):
+    assert isinstance(load([file]), Settings)
+
+
+def test_files_layer_and_overrides_win(tmp_path, monkeypatch):
+    first, second = tmp_path / "1.toml", tmp_path / "2.toml"
+    first.write_text('name = "a"\n[learner]\nstaleness = 5\nsteps = 7\n')
+    second.write_text("[learner]\nstaleness = 6\n")
+    monkeypatch.setenv("ECHO2P2P_LEARNER__PROMPTS_PER_STEP", "9")
+    monkeypatch.setenv("ECHO2P2P_LEARNER__STEPS", "8")
+    settings = load([first, second], ["learner.steps=10", "worker.gpu=RTX 5090"])
+    assert (settings.name, settings.learner.staleness, settings.learner.steps) == ("a", 6, 10)
+    assert settings.learner.prompts_per_step == 9
+    assert settings.worker.gpu == "RTX 5090"
+
+
+def test_resolved_settings_read_back_equal(tmp_path):
+    settings = load([ROOT / "echo2p2p/demo.toml"], ["learner.kappa=4"])
+    file = tmp_path / "resolved.toml"
+    file.write_text(to_toml(settings))
+    assert load([file]) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("learner.stalenes=3", "learner.stalenes is not a setting"),
+        ("learner.staleness=-1", "learner.staleness = -1"),
+        ("learner.mode=sometimes", "learner.mode = 'sometimes'"),
+        ("name=a b", "name = 'a b'"),
+        ("learner", "section.key=value"),
+        ("worker.price_per_hour=nan", "worker.price_per_hour = nan"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(override, says):
+    with pytest.raises(SettingsError) as caught:
+        load([], [override])
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_a_broken_file_is_named(tmp_path):
+    file = tmp_path / "broken.toml"
+    file.write_text("[learner\n")
+    with pytest.raises(SettingsError, match=r"broken\.toml is not TOML"):
+        load([file])
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load([tmp_path / "missing.toml"])
+
+
+def test_kappa_follows_from_the_window_unless_it_is_set():
+    assert load([], ["learner.staleness=6"]).learner.publication_period == 5
+    assert load([], ["learner.staleness=6", "learner.kappa=2"]).learner.publication_period == 2
+    assert load([], ["learner.staleness=6", "learner.mode=sequential"]).learner.publication_period == 1
+    assert load([], ["learner.staleness=0"]).learner.is_sequential
