@@ -165,7 +165,14 @@ def _clear_leftovers() -> None:
     """Remove the namespaces of runs whose process is gone."""
     names = _namespaces()
     owners = {name: int(name.removeprefix(_PREFIX).split("-")[0]) for name in names}
-    _remove([name for name, pid in owners.items() if not os.path.exists(f"/proc/{pid}")])  # noqa: PTH110
+    _remove([name for name, pid in owners.items() if not _lives(pid)])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _remove(names: Sequence[str]) -> None:

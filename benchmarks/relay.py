@@ -121,7 +121,7 @@ class _Node:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(15)
+            self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

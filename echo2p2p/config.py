@@ -29,7 +29,9 @@ class Section(BaseModel):
 class SwarmSettings(Section):
     """Joining the swarm."""
 
-    initial_peers: tuple[str, ...] = Field((), description="multiaddrs of bootstrap peers, each ending in /p2p/ID")
+    initial_peers: tuple[str, ...] = Field(
+        (), description="multiaddrs of bootstrap peers, each ending in /p2p/ID"
+    )
     host_maddrs: tuple[str, ...] = Field(
         ("/ip4/0.0.0.0/tcp/0",), description="addresses to listen on; port 0 picks a free one"
     )
@@ -68,21 +70,28 @@ class OptimizerSettings(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
     weight_decay: NonNegative = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="the learning rate rises over so many steps")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="the learning rate rises over so many steps"
+    )
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this norm")
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="ε of the clipped ratio, below 1")
-    clip_high: Annotated[float, Field(gt=0, lt=10)] = Field(0.28, description="ε of the clipped ratio, above 1")
+    clip_high: Annotated[float, Field(gt=0, lt=10)] = Field(
+        0.28, description="ε of the clipped ratio, above 1"
+    )
     importance_cap: Positive = Field(2.0, description="C, where the weight π_learner/π_sampler is truncated")
     kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(16_384, description="padded tokens a forward pass")
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
+        16_384, description="padded tokens a forward pass"
+    )
 
 
 class LearnerSettings(Section):
     """The learning plane."""
 
     mode: Literal["async", "sequential"] = Field(
-        "async", description="async: workers stream, the learner never waits for a barrier; sequential: each "
-        "step asks for rollouts of the newest version"
+        "async",
+        description="async: workers stream, the learner never waits for a barrier; sequential: each "
+        "step asks for rollouts of the newest version",
     )
     staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
         3, description="S: no trained token comes from a policy more than this many versions old"
@@ -90,17 +99,23 @@ class LearnerSettings(Section):
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="publish every κ steps; empty: max(1, S − 1)"
     )
-    steps: Annotated[int, Field(ge=0)] = Field(200, description="training steps; each makes one policy version")
+    steps: Annotated[int, Field(ge=0)] = Field(
+        200, description="training steps; each makes one policy version"
+    )
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16
     samples_per_prompt: Annotated[int, Field(ge=2, le=4096)] = 16
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 256
     lease_s: Positive = Field(60, description="how long leased prompts are one worker's alone")
-    beat_period_s: Positive = Field(5, description="workers show a sign of life this often; 3 missed and they are gone")
+    beat_period_s: Positive = Field(
+        5, description="workers show a sign of life this often; 3 missed and they are gone"
+    )
     max_workers: Annotated[int, Field(ge=1, le=100_000)] = Field(1024, description="open work sessions")
     min_workers: Annotated[int, Field(ge=1)] = Field(1, description="the first lease waits for this many")
-    eval_every: Annotated[int, Field(ge=0)] = Field(0, description="steps between held-out evaluations; 0: only at the ends")
+    eval_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between held-out evaluations; 0: only at the ends"
+    )
     eval_prompts: Annotated[int, Field(ge=1, le=65_536)] = 128
     eval_samples: Annotated[int, Field(ge=1, le=1024)] = 4
     stop_at_reward: float | None = Field(None, description="stop once a held-out evaluation reaches this")
@@ -144,7 +159,9 @@ class WorkerSettings(Section):
     engine: Literal["transformers"] = "transformers"
     device: str = Field("auto", description="torch device")
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
-    batch_groups: Annotated[int, Field(ge=1, le=4096)] = Field(16, description="groups generated together at most")
+    batch_groups: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="groups generated together at most"
+    )
     price_per_hour: NonNegative = Field(0.0, description="$/h while active")
     gpu: str | None = Field(None, description="announced GPU type; empty: as found")
     upload_mbit: Positive = Field(100, description="announced upload bandwidth, Mbit/s")
@@ -159,7 +176,9 @@ class WeightsSettings(Section):
     """How policy versions travel."""
 
     chunk_kib: Annotated[int, Field(ge=4, le=4096)] = Field(256, description="size of a chunk")
-    keep_versions: Annotated[int, Field(ge=1, le=1000)] = Field(3, description="versions kept on disk and served")
+    keep_versions: Annotated[int, Field(ge=1, le=1000)] = Field(
+        3, description="versions kept on disk and served"
+    )
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 
@@ -184,11 +203,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # load() layers the environment itself, between files and overrides
 

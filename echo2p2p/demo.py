@@ -65,7 +65,7 @@ class Processes:
                 stdout=subprocess.PIPE,
                 stderr=None if show else log,
                 start_new_session=True,  # Ctrl-C reaches us alone, and we stop them in order
-                preexec_fn=_stop_with_parent,
+                preexec_fn=_stop_with_parent,  # noqa: PLW1509 - the demo has no threads when it starts them
             )
         self.started.append((name, process))
         return process
@@ -101,7 +101,8 @@ class Processes:
         log = self.run_dir / f"{name}.log"
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if log.exists() else []
         return Echo2p2pError(
-            "\n".join([f"the {name} ended with code {process.returncode}", *tail]), hint=f"the whole log: {log}"
+            "\n".join([f"the {name} ended with code {process.returncode}", *tail]),
+            hint=f"the whole log: {log}",
         )
 
     def stop(self) -> None:
@@ -158,9 +159,7 @@ def run_demo(run_dir: Path, *, overrides: Sequence[str], deadline_s: float) -> N
     with processes(run_dir) as group:
         bootstrap = group.start("bootstrap", ["bootstrap", *common, "--run-dir", str(run_dir / "bootstrap")])
         door = group.first_line(bootstrap).split()
-        learner = group.start(
-            "learner", ["learner", *common, "--run-dir", str(run_dir), *door], show=True
-        )
+        learner = group.start("learner", ["learner", *common, "--run-dir", str(run_dir), *door], show=True)
         join = group.first_line(learner).split()[1:]  # without the program's name
         for number, worker in enumerate(WORKERS, start=1):
             group.start(
@@ -182,7 +181,8 @@ def run_demo(run_dir: Path, *, overrides: Sequence[str], deadline_s: float) -> N
             learner.wait(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(
-                f"the learner was not done after {deadline_s:.0f} s", hint=f"its events: {run_dir / 'events.jsonl'}"
+                f"the learner was not done after {deadline_s:.0f} s",
+                hint=f"its events: {run_dir / 'events.jsonl'}",
             ) from None
         if learner.returncode != 0:
             raise group.failure(learner)

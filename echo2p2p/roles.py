@@ -127,7 +127,8 @@ async def run_learner(
     scorer, trainer, engine = await asyncio.to_thread(_load_policy, settings, checkpoint)
 
     from echo2p2p.data.trajectory import Sampling
-    from echo2p2p.learning.learner import Learner, LearnerState
+    from echo2p2p.learning.learner import Learner
+    from echo2p2p.learning.state import LearnerState
     from echo2p2p.learning.training import ThreadTrainer
     from echo2p2p.rollout.evaluation import Evaluator
     from echo2p2p.weights.publisher import WeightPublisher
@@ -322,9 +323,7 @@ def _load_policy(
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint.trainer)
-    engine = TransformersEngine(
-        folder, device=device, dtype=DTYPES[dtype], threads=options.threads or None
-    )
+    engine = TransformersEngine(folder, device=device, dtype=DTYPES[dtype], threads=options.threads or None)
     task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
     return _scorer(folder, task), trainer, engine
 
@@ -377,4 +376,4 @@ async def _count_peers(network: HivemindNetwork, events: EventLog) -> None:
         await asyncio.sleep(60)
 
 
-__all__ = ["describe", "identity_of", "join", "run_bootstrap", "run_learner", "run_worker", "SystemClock"]
+__all__ = ["SystemClock", "describe", "identity_of", "join", "run_bootstrap", "run_learner", "run_worker"]

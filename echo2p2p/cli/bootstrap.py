@@ -13,10 +13,17 @@ from echo2p2p.cli.options import print_settings, resolve, settings_options, swar
 @click.command("bootstrap")
 @settings_options
 @swarm_options
-@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for identity and log.")
+@click.option(
+    "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for identity and log."
+)
 @click.option("-v", "--verbose", count=True, help="Say more; repeatable.")
 def command(
-    files: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, run_dir: Path | None, verbose: int, **swarm: Any
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    run_dir: Path | None,
+    verbose: int,
+    **swarm: Any,
 ) -> None:
     """Run a bootstrap peer: the well-known door of a swarm.
 

@@ -12,8 +12,12 @@ from echo2p2p.cli.table import print_json
 
 
 @click.command("demo")
-@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.  [runs/demo-TIME]")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one of the demo's settings.")
+@click.option(
+    "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.  [runs/demo-TIME]"
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one of the demo's settings."
+)
 @click.option("--deadline", "deadline_s", default=600.0, show_default=True, help="Seconds until it gives up.")
 @json_option
 def command(run_dir: Path | None, overrides: tuple[str, ...], deadline_s: float, as_json: bool) -> None:

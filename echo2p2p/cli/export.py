@@ -13,7 +13,9 @@ from echo2p2p.errors import SettingsError
 @click.argument("version", metavar="VERSION|latest")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--run-dir", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+    "--run-dir",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a learner or worker that holds the version.",
 )
 def command(version: str, folder: Path, run_dir: Path) -> None:

@@ -22,7 +22,9 @@ TIMEOUT_S = 15.0
 
 def look_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = json_option(command)
-    command = click.option("--timeout", "timeout_s", default=TIMEOUT_S, show_default=True, help="Seconds per question.")(command)
+    command = click.option(
+        "--timeout", "timeout_s", default=TIMEOUT_S, show_default=True, help="Seconds per question."
+    )(command)
     return swarm_options(command)
 
 
@@ -42,7 +44,7 @@ def command() -> None:
 
 @command.command("peers")
 @look_options
-def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:
+def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:  # noqa: ARG001 - asks p2pd, not the net
     """The peers that a newcomer is connected to, and where they are."""
 
     async def look(network: Any) -> list[Any]:
@@ -72,7 +74,9 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         try:
             status = await ask_status(network, directory.keys.learner_id, timeout_s=timeout_s)
         except SwarmError as error:
-            click.echo(f"the learner does not answer, so this is what workers announce: {error.message}", err=True)
+            click.echo(
+                f"the learner does not answer, so this is what workers announce: {error.message}", err=True
+            )
             status = None
         return adverts, status
 
@@ -85,7 +89,11 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             {
                 "peer": peer,
                 **(msgspec.structs.asdict(advert) if advert else {}),
-                **({k: v for k, v in msgspec.structs.asdict(worker).items() if v is not None} if worker else {}),
+                **(
+                    {k: v for k, v in msgspec.structs.asdict(worker).items() if v is not None}
+                    if worker
+                    else {}
+                ),
                 "state": _state(advert, worker),
             }
         )
@@ -117,7 +125,20 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             ]
         )
     print_table(
-        ["peer", "state", "gpu", "$/h", "up Mbit/s", "down Mbit/s", "tokens/s", "μ/s", "ρ $/1k", "version", "accepted", "refused"],
+        [
+            "peer",
+            "state",
+            "gpu",
+            "$/h",
+            "up Mbit/s",
+            "down Mbit/s",
+            "tokens/s",
+            "μ/s",
+            "ρ $/1k",
+            "version",
+            "accepted",
+            "refused",
+        ],
         table,
         empty="no workers",
     )
@@ -148,7 +169,9 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
 
     facts = _look(swarm, look)
     if len(facts) == 1:
-        raise SwarmError(f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s")
+        raise SwarmError(
+            f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s"
+        )
     if as_json:
         print_json(facts)
         return
@@ -163,12 +186,13 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
 
     async def look(network: Any) -> dict[str, Any]:
         from echo2p2p.swarm.directory import Directory
+        from echo2p2p.swarm.records import ManifestRecord
         from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, get_manifest
         from echo2p2p.weights.manifest import ManifestVerifier
 
         directory = Directory(network, await _only_run(network, run, timeout_s))
         record = await directory.manifest(timeout_s)
-        if record is None:
+        if record is None or not isinstance(record.body, ManifestRecord):
             raise SwarmError(f"{directory.keys.run} has published nothing yet")
         body = await get_manifest(
             network,
@@ -231,7 +255,10 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
         return
     print_table(
         ["owner", "sequence", "expires in s", "bytes", "body"],
-        [[row["owner"], row["sequence"], row["expires_in_s"], row["bytes"], _pairs(row["body"])] for row in rows],
+        [
+            [row["owner"], row["sequence"], row["expires_in_s"], row["bytes"], _pairs(row["body"])]
+            for row in rows
+        ],
         empty=f"no records under {key}",
     )
 
@@ -239,7 +266,9 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
 def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]]) -> T:
     """Join with a throw-away identity, ask, leave."""
     if not swarm.get("initial_peers"):
-        raise click.UsageError("--initial-peers is needed: the line that the bootstrap peer or the learner printed")
+        raise click.UsageError(
+            "--initial-peers is needed: the line that the bootstrap peer or the learner printed"
+        )
     settings = resolve((), ('swarm.host_maddrs=["/ip4/0.0.0.0/tcp/0"]',), swarm)
     from echo2p2p.cli.run import run_role, setup_logging
     from echo2p2p.roles import join

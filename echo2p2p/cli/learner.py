@@ -20,10 +20,16 @@ def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | N
 @settings_options
 @swarm_options
 @click.option("--name", help="Name of the run; it becomes NAME@LEARNER_PEER_ID.")
-@click.option("--policy", type=click.Path(file_okay=False, path_type=Path), help="Hugging Face folder to start from.")
+@click.option(
+    "--policy", type=click.Path(file_okay=False, path_type=Path), help="Hugging Face folder to start from."
+)
 @click.option("--steps", type=int, help="Training steps.")
-@click.option("--resume", callback=_resume, metavar="latest|STEP", help="Go on from a checkpoint of the run folder.")
-@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.  [runs/NAME]")
+@click.option(
+    "--resume", callback=_resume, metavar="latest|STEP", help="Go on from a checkpoint of the run folder."
+)
+@click.option(
+    "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run.  [runs/NAME]"
+)
 @click.option("--plain", is_flag=True, help="One line now and then instead of the live view.")
 @click.option("-v", "--verbose", count=True, help="Say more; repeatable.")
 def command(
@@ -68,7 +74,8 @@ def command(
     place = RunDir.open(settings.run_dir or Path("runs") / settings.name)
 
     def joined(network: Any) -> None:
-        click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {join_line(network, *settings.swarm.initial_peers)}")
+        peers = join_line(network, *settings.swarm.initial_peers)
+        click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {peers}")
         click.echo("workers join with this line; stop with Ctrl-C", err=True)
 
     def watch(events: EventLog) -> LiveView:
@@ -82,4 +89,3 @@ def command(
         f"the run is finished; draw it with: {report}" if finished else "stopped; go on with --resume latest",
         err=True,
     )
-

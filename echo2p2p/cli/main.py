@@ -32,12 +32,12 @@ Exit codes: 0 fine · 1 failure · 2 usage · 3 settings invalid · 4 cannot joi
 class LazyGroup(click.RichGroup):
     """Imports a command's module when the command runs, not when the group is listed."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, _: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, _: click.Context, cmd_name: str) -> click.Command | None:
         """What a listing needs: the name and one line of help."""
-        return click.RichCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        return click.RichCommand(name=cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -62,7 +62,7 @@ def main() -> None:
     """The console script: runs a command, and turns what it raises into one line and an exit code."""
     try:
         code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+    except click.Abort:
         code = 130
     except KeyboardInterrupt:
         code = 130

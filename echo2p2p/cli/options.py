@@ -12,7 +12,14 @@ from echo2p2p.config import Settings, load, to_toml
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SWARM_KEYS = ("initial_peers", "host_maddrs", "announce_maddrs", "identity_path", "use_relay", "use_auto_relay")
+_SWARM_KEYS = (
+    "initial_peers",
+    "host_maddrs",
+    "announce_maddrs",
+    "identity_path",
+    "use_relay",
+    "use_auto_relay",
+)
 
 
 def swarm_options(command: F) -> F:
@@ -20,24 +27,40 @@ def swarm_options(command: F) -> F:
     for option in reversed(
         [
             click.option(
-                "--initial-peers", "--initial_peers", multiple=True, metavar="MADDR",
+                "--initial-peers",
+                "--initial_peers",
+                multiple=True,
+                metavar="MADDR",
                 help="Bootstrap peers to join through, each ending in /p2p/ID. Repeatable, or separated by commas.",
             ),
             click.option(
-                "--host-maddrs", "--host_maddrs", multiple=True, metavar="MADDR",
+                "--host-maddrs",
+                "--host_maddrs",
+                multiple=True,
+                metavar="MADDR",
                 help="Addresses to listen on, such as /ip4/0.0.0.0/tcp/31337. Repeatable.",
             ),
             click.option(
-                "--announce-maddrs", "--announce_maddrs", multiple=True, metavar="MADDR",
+                "--announce-maddrs",
+                "--announce_maddrs",
+                multiple=True,
+                metavar="MADDR",
                 help="Addresses to announce, where others see different ones than this machine.",
             ),
             click.option(
-                "--identity-path", "--identity_path", type=click.Path(dir_okay=False, path_type=Path),
+                "--identity-path",
+                "--identity_path",
+                type=click.Path(dir_okay=False, path_type=Path),
                 help="Identity file (Ed25519); made if it does not exist.",
             ),
-            click.option("--use-relay/--no-use-relay", default=None, help="Reach peers behind NATs through relays."),
             click.option(
-                "--use-auto-relay", is_flag=True, default=None, help="Be reachable through a relay behind a NAT."
+                "--use-relay/--no-use-relay", default=None, help="Reach peers behind NATs through relays."
+            ),
+            click.option(
+                "--use-auto-relay",
+                is_flag=True,
+                default=None,
+                help="Be reachable through a relay behind a NAT.",
             ),
         ]
     ):
@@ -50,11 +73,18 @@ def settings_options(command: F) -> F:
     for option in reversed(
         [
             click.option(
-                "--config", "-c", "files", multiple=True, type=click.Path(dir_okay=False, path_type=Path),
+                "--config",
+                "-c",
+                "files",
+                multiple=True,
+                type=click.Path(dir_okay=False, path_type=Path),
                 help="Settings (TOML). Repeatable; later files win.",
             ),
             click.option(
-                "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+                "--set",
+                "overrides",
+                multiple=True,
+                metavar="KEY=VALUE",
                 help="One setting, such as learner.staleness=4. Repeatable; wins over files.",
             ),
             click.option("--dry-run", is_flag=True, help="Print the settings as resolved, and stop."),
@@ -69,7 +99,10 @@ def json_option(command: F) -> F:
 
 
 def resolve(
-    files: tuple[Path, ...], overrides: tuple[str, ...], swarm: dict[str, Any] | None = None, **sections: dict[str, Any]
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    swarm: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
 ) -> Settings:
     """Settings from files, environment and the command line, which wins.
 
@@ -83,12 +116,13 @@ def resolve(
     given = list(overrides)
     sections = {"swarm": {key: (swarm or {}).get(key) for key in _SWARM_KEYS}, **sections}
     for section, values in sections.items():
-        for key, value in values.items():
-            if value is None or value == ():
+        for key, raw in values.items():
+            if raw is None or raw == ():
                 continue
-            if isinstance(value, tuple):
-                value = [part for item in value for part in item.split(",") if part]
-            given.append(f"{section}.{key}={_toml_value(value)}" if section else f"{key}={_toml_value(value)}")
+            value = [p for item in raw for p in item.split(",") if p] if isinstance(raw, tuple) else raw
+            given.append(
+                f"{section}.{key}={_toml_value(value)}" if section else f"{key}={_toml_value(value)}"
+            )
     return load(files, given)
 
 

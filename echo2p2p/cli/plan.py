@@ -19,12 +19,24 @@ MAX_CSV_BYTES = 16 * 2**20
 
 @click.command("plan")
 @click.argument("prices", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--rollouts", "-R", type=click.IntRange(1), required=True, help="Rollouts per training step (R).")
-@click.option("--t-train", type=click.FloatRange(0, min_open=True), required=True, help="Seconds per training step.")
+@click.option(
+    "--rollouts", "-R", type=click.IntRange(1), required=True, help="Rollouts per training step (R)."
+)
+@click.option(
+    "--t-train", type=click.FloatRange(0, min_open=True), required=True, help="Seconds per training step."
+)
 @click.option("--t-bcast", type=click.FloatRange(0), help="Seconds until the workers have a new version.")
-@click.option("--model-gb", type=click.FloatRange(0, min_open=True), help="Instead of --t-bcast: size of the weights, 10⁹ bytes,")
-@click.option("--bandwidth-mbit", type=click.FloatRange(0, min_open=True), help="and the slowest link, Mbit/s.")
-@click.option("--staleness", "-S", type=click.IntRange(1), default=3, show_default=True, help="Staleness budget (S).")
+@click.option(
+    "--model-gb",
+    type=click.FloatRange(0, min_open=True),
+    help="Instead of --t-bcast: size of the weights, 10⁹ bytes,",
+)
+@click.option(
+    "--bandwidth-mbit", type=click.FloatRange(0, min_open=True), help="and the slowest link, Mbit/s."
+)
+@click.option(
+    "--staleness", "-S", type=click.IntRange(1), default=3, show_default=True, help="Staleness budget (S)."
+)
 @click.option("--kappa", type=click.IntRange(1), help="Publication period.  [max(1, S − 1)]")
 @click.option("--gamma", type=click.FloatRange(1), default=1.1, show_default=True, help="Safety factor.")
 @json_option
@@ -63,7 +75,16 @@ def command(
     print_table(
         ["S", "κ", "feasible", "μ_min/s", "workers", "$/h", "$/step", "Δ_cons"],
         [
-            [p.inputs.staleness, p.kappa, "yes" if p.feasible else "no", p.mu_min, len(p.workers), p.price_per_hour, p.price_per_step, p.delta_cons]
+            [
+                p.inputs.staleness,
+                p.kappa,
+                "yes" if p.feasible else "no",
+                p.mu_min,
+                len(p.workers),
+                p.price_per_hour,
+                p.price_per_step,
+                p.delta_cons,
+            ]
             for p in others
         ],
         empty="",
@@ -98,7 +119,11 @@ def _read_prices(file: Path) -> list[Candidate]:
             raise SettingsError(f"{file} lacks the column {', '.join(sorted(missing))}")
         for row in reader:
             try:
-                price, mu, count = float(row["price_per_hour"]), float(row["rollouts_per_s"]), int(row.get("count") or 1)
+                price, mu, count = (
+                    float(row["price_per_hour"]),
+                    float(row["rollouts_per_s"]),
+                    int(row.get("count") or 1),
+                )
                 if not (0 <= price < 1e9 and 0 <= mu < 1e9 and 1 <= count <= 100_000):
                     raise ValueError("out of bounds")
             except (ValueError, TypeError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import rich_click as click
+from click.exceptions import Exit
 
 from echo2p2p.errors import Echo2p2pError
 
@@ -60,7 +61,9 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     def on_signal(number: signal.Signals) -> None:
         received.append(number)
         if len(received) == 1:
-            click.echo("stopping … (again to stop at once)" if number == signal.SIGINT else "stopping …", err=True)
+            click.echo(
+                "stopping … (again to stop at once)" if number == signal.SIGINT else "stopping …", err=True
+            )
             stop.set()
             loop.call_later(STOP_GRACE_S, task.cancel)
         else:
@@ -73,12 +76,12 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise click.exceptions.Exit(130) from None
+        raise Exit(130) from None
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     if signal.SIGINT in received:
-        raise click.exceptions.Exit(130)
+        raise Exit(130)
     return result
 
 

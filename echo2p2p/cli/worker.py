@@ -13,7 +13,13 @@ from echo2p2p.cli.options import print_settings, resolve, settings_options, swar
 @click.command("worker")
 @settings_options
 @swarm_options
-@click.option("--run", "run", required=True, metavar="NAME@LEARNER", help="The run to work for, as its learner prints it.")
+@click.option(
+    "--run",
+    "run",
+    required=True,
+    metavar="NAME@LEARNER",
+    help="The run to work for, as its learner prints it.",
+)
 @click.option("--price", type=float, metavar="USD", help="Price per hour while active, in $.")
 @click.option("--gpu", help="GPU type to announce.  [as found]")
 @click.option("--upload-mbit", type=float, help="Upload bandwidth to announce, Mbit/s.")

@@ -64,9 +64,7 @@ def check_claim(
     return None
 
 
-def check_contents(
-    group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int
-) -> Refusal | None:
+def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int) -> Refusal | None:
     """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop."""
     if len(group.samples) != n_samples:
         return Refusal.SAMPLES

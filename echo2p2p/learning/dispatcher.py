@@ -140,7 +140,7 @@ class Dispatcher:
         backlog = self.buffered + self.leased
         if self._sequential:
             return self._group_quota - backlog if self.published == self.version else 0
-        generating = max(session.version, self._min_version())
+        generating = max(min(session.version, self.published), self._min_version())
         steps_in_window = generating + self._settings.staleness - self.version + 1
         steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
         return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog

@@ -1,32 +1,29 @@
 """The learner: batches in, policy versions out, and the books that make a crash harmless.
 
-One training step makes one policy version. Every κ steps the version is published, and a checkpoint of it is
-on disk before anybody can hear of it: no version number ever names two policies, whatever dies when.
+One training step makes one policy version. Every κ steps the version is published; it travels while the next
+steps train.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
-from echo2p2p.data.trajectory import Group
-from echo2p2p.data.work import Activate, FromWorker, Head, Ready, TaskSpec
-from echo2p2p.errors import RecordError
+from echo2p2p.data.work import Activate, FromWorker, Ready, TaskSpec
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
+from echo2p2p.learning.publication import Publication
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import Session, WorkSessions
+from echo2p2p.learning.state import Capture, LearnerState, Trainer
 from echo2p2p.learning.status import (
     MAX_WORKERS_LISTED,
     RunStatus,
@@ -37,60 +34,19 @@ from echo2p2p.learning.status import (
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import LearnerRecord, ManifestRecord, RunRecord
+from echo2p2p.swarm.records import LearnerRecord, RunRecord
 from echo2p2p.telemetry.events import EventLog
-from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
 from echo2p2p.weights.snapshot import Snapshot
 
-log = logging.getLogger("echo2p2p.learner")
+T = TypeVar("T")
 
 MAX_GONE_KEPT = 256
 """Workers that have left and are still shown to people who look."""
 
 
-class Trainer(Protocol):
-    """Turns groups into the next policy. Off the loop, one call at a time."""
-
-    async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
-        """Take one step; returns the fields of the ``step`` event that the trainer knows."""
-        ...
-
-    async def capture(self) -> tuple[Snapshot, Any]:
-        """The policy as it is now, and all that the trainer needs to go on from here; both are copies."""
-        ...
-
-    async def save(self, step: int, state: Any, learner_state: bytes) -> None:
-        """Write a checkpoint of a captured state, with the learner's own beside it; durable on return."""
-        ...
-
-
-@dataclass(frozen=True)
-class Capture:
-    """Everything of one version, taken between two steps: what is published, and what a resume starts from."""
-
-    version: int
-    snapshot: Snapshot
-    trainer: Any
-    learner: bytes
-
-
 Evaluate = Callable[[Snapshot, int], Awaitable[tuple[float, int]]]
 """Scores a policy (snapshot, version) on the held-out set: mean reward and the number of prompts."""
-
-
-class LearnerState(msgspec.Struct, frozen=True):
-    """What of the learner is in a checkpoint. Cumulative figures go on where they were."""
-
-    step: int
-    frontier: int
-    beyond: tuple[int, ...]
-    reward_before: float | None = None
-    t_train_s: float = 0.0
-    t_idle_s: float = 0.0
-    spend_usd: float = 0.0
-    all_on_usd: float = 0.0
-    dropped: dict[str, int] = {}
 
 
 class Learner:
@@ -122,9 +78,7 @@ class Learner:
         self._run = run
         self._settings = settings
         self._trainer = trainer
-        self._publisher = publisher
         self._directory = directory
-        self._assets = assets
         self._events = events
         self._evaluate = evaluate
         self._resumed = state is not None
@@ -159,19 +113,24 @@ class Learner:
         )
         self._provisioner.spending.usd = self._state.spend_usd
         self._provisioner.spending.all_on_usd = self._state.all_on_usd
-        self._manifest: ManifestRecord | None = None
-        self._newer_manifest = asyncio.Event()
-        self._news = asyncio.Event()
-        self._broadcasts: dict[int, Broadcast] = {}
+        self._publication = Publication(
+            trainer=trainer,
+            publisher=publisher,
+            directory=directory,
+            assets=assets,
+            dispatcher=self._dispatcher,
+            provisioner=self._provisioner,
+            gamma=settings.provisioning.gamma,
+            clock=self._clock,
+            events=events,
+        )
         self._stop = asyncio.Event()
         self._t_train_s = self._state.t_train_s
         self._t_idle_s = self._state.t_idle_s
         self._reward_before = self._state.reward_before
         self._reward_after: float | None = None
         self._scored_at = -1
-        self._saved = -1
-        self._staleness_max = 0
-        self._chunk_bytes: Counter[str] = Counter()
+        self._staleness_max = self._state.staleness_max
         self._gone: dict[PeerId, tuple[WorkerStatus, float]] = {}
 
     @property
@@ -211,11 +170,11 @@ class Learner:
             background = [
                 tasks.create_task(self._provisioner.run()),
                 tasks.create_task(self._directory.keep(self._run_record)),
-                tasks.create_task(self._directory.keep(self._learner_record, changed=self._news)),
-                tasks.create_task(self._keep_manifest()),
+                tasks.create_task(self._directory.keep(self._learner_record)),
+                tasks.create_task(self._publication.keep_record()),
             ]
             finished = await self._train()
-            await self._checkpoint(await self._capture())
+            await self._publication.checkpoint(await self._capture())
             reason = "the run is finished" if finished else "the learner stops and may come back"
             await self._sessions.say_goodbye(reason, retry=not finished)
             for task in background:
@@ -229,8 +188,8 @@ class Learner:
             reward_after=self._reward_after,
             staleness_max=self._staleness_max,
             bubble_ratio=self._bubble_ratio,
-            learner_chunk_bytes=self._chunk_bytes["learner"],
-            peer_chunk_bytes=self._chunk_bytes["peers"],
+            learner_chunk_bytes=self._publication.chunk_bytes["learner"],
+            peer_chunk_bytes=self._publication.chunk_bytes["peers"],
             spend_usd=self._provisioner.spending.usd,
             all_on_usd=self._provisioner.spending.all_on_usd,
             seconds=self._clock.monotonic() - started,
@@ -241,37 +200,38 @@ class Learner:
 
     async def _train(self) -> bool:
         options = self._settings.learner
-        if not await self._unless_stopped(self._provisioner.wait_active()):
+        if await self._unless_stopped(self._provisioner.wait_active()) is None:
             return False
-        await self._publish(await self._capture())
+        await self._publication.publish(await self._capture())
         if self._reward_before is None and self.step == 0:
             self._reward_before = await self._score()
         publication: asyncio.Task[None] | None = None
         due = self.step + options.publication_period
         async with asyncio.TaskGroup() as tasks:
             while self.step < options.steps and not self._reached_goal():
-                if not await self._unless_stopped(self._one_step()):
+                waited_from = self._clock.monotonic()
+                batch = await self._unless_stopped(self._dispatcher.next_batch())
+                if batch is None:
                     return False
+                await self._one_step(batch, self._clock.monotonic() - waited_from)
                 if self.step >= due:
                     due = self.step + options.publication_period
                     # The next step trains while this version travels; two versions never travel at once.
                     if publication is not None:
                         await publication
-                    publication = tasks.create_task(self._publish(await self._capture()))
+                    publication = tasks.create_task(self._publication.publish(await self._capture()))
                 if options.eval_every and self.step % options.eval_every == 0:
                     await self._score()
         if self._dispatcher.published < self.step:
-            await self._publish(await self._capture())
+            await self._publication.publish(await self._capture())
         await self._score()
         return True
 
-    async def _one_step(self) -> None:
-        waited_from = self._clock.monotonic()
-        batch = await self._dispatcher.next_batch()
+    async def _one_step(self, batch: list[Entry], t_idle_s: float) -> None:
+        """Train ``batch``. Never interrupted by :meth:`stop`: the trainer and the books move together."""
         started = self._clock.monotonic()
         metrics = await self._trainer.train([entry.group for entry in batch])
-        ended = self._clock.monotonic()
-        t_idle_s, t_train_s = started - waited_from, ended - started
+        t_train_s = self._clock.monotonic() - started
         self._t_idle_s += t_idle_s
         self._t_train_s += t_train_s
         self._provisioner.t_train.observe(t_train_s)
@@ -315,59 +275,23 @@ class Learner:
         goal = self._settings.learner.stop_at_reward
         return goal is not None and self._reward_after is not None and self._reward_after >= goal
 
-    async def _unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Run ``work`` to its end unless :meth:`stop` is called while it waits; False if it was."""
-        task = asyncio.ensure_future(work)
+    async def _unless_stopped(self, wait: Coroutine[Any, Any, T]) -> T | None:
+        """What ``wait`` returns, or None if :meth:`stop` is called before."""
+        waiting = asyncio.ensure_future(wait)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return not self._stop.is_set()
-            return False
+            await asyncio.wait({waiting, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return None if stop.done() else waiting.result()
         finally:
-            for future in (task, stop):
+            for future in (waiting, stop):
                 future.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+            await asyncio.gather(waiting, stop, return_exceptions=True)
 
     @property
     def _bubble_ratio(self) -> float:
         return self._t_idle_s / max(1e-9, self._t_idle_s + self._t_train_s)
 
     # --- versions -----------------------------------------------------------------------------------
-
-    async def _publish(self, capture: Capture) -> None:
-        """Make a version known: checkpoint, manifest, record, then a word to every active worker."""
-        version = capture.version
-        await self._checkpoint(capture)
-        active = self._provisioner.active
-        members = [Member(session.peer, session.advert.upload_mbit) for session in active]
-        published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
-        self._manifest = published.record
-        self._news.set()
-        self._newer_manifest.set()
-        self._dispatcher.published = version
-        # A worker's first version includes building its engine, which says nothing about T_bcast.
-        following = {session.peer for session in active if session.version >= 0}
-        self._broadcasts[version] = Broadcast(self._clock.monotonic(), following)
-        self._broadcasts.pop(version - 64 * self._settings.learner.publication_period, None)
-        self._events.emit(
-            "published", version=version, snapshot_bytes=capture.snapshot.layout.nbytes, chunks=published.manifest.n_chunks
-        )
-        head = Head(self._directory.seal(published.record))
-        for session in active:
-            session.tell(head)
-        self._dispatcher.top_up()
-
-    async def _checkpoint(self, capture: Capture) -> None:
-        if self._saved == capture.version:
-            return
-        started = self._clock.monotonic()
-        await self._trainer.save(capture.version, capture.trainer, capture.learner)
-        self._saved = capture.version
-        self._events.emit(
-            "checkpoint", step=capture.version, seconds=self._clock.monotonic() - started
-        )
 
     async def _capture(self) -> Capture:
         """Between two steps only: policy, trainer and books all belong to the same version."""
@@ -378,6 +302,7 @@ class Learner:
             frontier=ledger.frontier,
             beyond=ledger.beyond,
             reward_before=self._reward_before,
+            staleness_max=self._staleness_max,
             t_train_s=self._t_train_s,
             t_idle_s=self._t_idle_s,
             spend_usd=self._provisioner.spending.usd,
@@ -385,16 +310,6 @@ class Learner:
             dropped=dict(self._dispatcher.dropped),
         )
         return Capture(self.step, snapshot, trainer, msgspec.msgpack.encode(state))
-
-    async def _keep_manifest(self) -> None:
-        """Keep the newest manifest's record in the table, from the first publication on."""
-        await self._newer_manifest.wait()
-        await self._directory.keep(self._manifest_record, changed=self._newer_manifest)
-
-    def _manifest_record(self) -> ManifestRecord:
-        if self._manifest is None:
-            raise RecordError("no version has been published")
-        return self._manifest
 
     def _run_record(self) -> RunRecord:
         return RunRecord(self._run, self._settings.task.name)
@@ -454,7 +369,7 @@ class Learner:
 
     async def received(self, session: Session, message: FromWorker) -> None:
         if isinstance(message, Ready):
-            self._on_ready(session, message)
+            self._publication.on_ready(session, message)
         await self._dispatcher.receive(session, message)
 
     def left(self, session: Session, reason: str) -> None:
@@ -471,41 +386,8 @@ class Learner:
 
     def _on_activated(self, session: Session) -> None:
         session.tell(Activate())
-        if self._manifest is not None:
-            session.tell(Head(self._directory.seal(self._manifest)))
+        self._publication.announce(session)
         self._dispatcher.top_up()
-
-    def _on_ready(self, session: Session, message: Ready) -> None:
-        self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
-        self._chunk_bytes["learner"] += message.bytes_from_learner
-        self._chunk_bytes["peers"] += message.bytes_from_peers
-        broadcast = self._broadcasts.get(message.version)
-        if broadcast is None or not broadcast.active:
-            return
-        broadcast.ready.add(session.peer)
-        gone = broadcast.active - {s.peer for s in self._provisioner.active}
-        needed = math.ceil(len(broadcast.active - gone) / self._settings.provisioning.gamma)
-        if not broadcast.done and len(broadcast.ready - gone) >= needed:
-            broadcast.done = True
-            t_bcast_s = self._clock.monotonic() - broadcast.published_at
-            self._provisioner.t_bcast.observe(t_bcast_s)
-            self._events.emit(
-                "broadcast",
-                version=message.version,
-                t_bcast_s=t_bcast_s,
-                ready=len(broadcast.ready),
-                active=len(broadcast.active),
-            )
-
-
-class Broadcast:
-    """How far one version has come: T_bcast ends when a fraction 1/γ of the active workers is ready."""
-
-    def __init__(self, published_at: float, active: set[str]) -> None:
-        self.published_at = published_at
-        self.active = active
-        self.ready: set[str] = set()
-        self.done = False
 
 
 def staleness_histogram(batch: list[Entry], learner_version: int) -> Counter[int]:

@@ -96,9 +96,9 @@ class Provisioner:
     def spend_per_hour(self) -> float:
         return sum(session.advert.price_per_hour for session in self.active)
 
-    async def wait_active(self) -> None:
-        """Until the first worker has been activated; there is no deadline, a run waits for its workers."""
-        await self._any_active.wait()
+    async def wait_active(self) -> bool:
+        """True once a worker has been activated; there is no deadline, a run waits for its workers."""
+        return await self._any_active.wait()
 
     def pool_changed(self) -> None:
         """A worker came or went: decide soon instead of at the next period."""

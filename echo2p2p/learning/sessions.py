@@ -198,13 +198,17 @@ class WorkSessions:
         try:
             advert = self._advert(stream.remote, join.advert)
         except RecordError as error:
-            return await _turn_away(stream, error.message, retry=False)
+            await _turn_away(stream, error.message, retry=False)
+            return None
         if join.protocol != PROTOCOL_VERSION:
-            return await _turn_away(stream, f"this run speaks protocol {PROTOCOL_VERSION}", retry=False)
+            await _turn_away(stream, f"this run speaks protocol {PROTOCOL_VERSION}", retry=False)
+            return None
         if join.run != self._run:
-            return await _turn_away(stream, f"this learner runs {self._run}", retry=False)
+            await _turn_away(stream, f"this learner runs {self._run}", retry=False)
+            return None
         if len(self.open) >= self._max_sessions and stream.remote not in self.open:
-            return await _turn_away(stream, f"all {self._max_sessions} places are taken", retry=True)
+            await _turn_away(stream, f"all {self._max_sessions} places are taken", retry=True)
+            return None
         earlier = self.open.pop(stream.remote, None)
         if earlier is not None:
             await earlier.stream.close()

@@ -75,9 +75,7 @@ async def ask_status(network: Network, learner: PeerId, *, timeout_s: float) -> 
     """
     stream = await network.open_stream(learner, protocol_id(STATUS_PROTOCOL), timeout_s=timeout_s)
     try:
-        answer: RunStatus = await receive(
-            stream, RunStatus, max_bytes=MAX_STATUS_BYTES, timeout_s=timeout_s
-        )
+        answer: RunStatus = await receive(stream, RunStatus, max_bytes=MAX_STATUS_BYTES, timeout_s=timeout_s)
         return answer
     finally:
         await stream.close()

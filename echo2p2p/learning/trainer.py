@@ -48,7 +48,7 @@ class TrainerSettings:
     """
 
     learning_rate: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_steps: int = 0
@@ -132,7 +132,7 @@ class GRPOTrainer:
         self._model = self._load(policy_dir).requires_grad_(True)
         self._reference = self._load(policy_dir) if settings.kl_beta else None
         if settings.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable()  # type: ignore[operator]
+            _checkpoint_gradients(self._model)
         self._parameters = dict(self._model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -324,6 +324,20 @@ class GRPOTrainer:
         torch.set_flush_denormal(True)
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
+
+
+def _checkpoint_gradients(model: nn.Module) -> None:
+    """Turn it on; transformers heeds it only in training mode, which must not bring dropout with it."""
+    # transformers 5 renames it.
+    name = "activation_checkpointing_enable"
+    enable: Any = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
+    enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 class _Tally:

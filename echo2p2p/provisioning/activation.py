@@ -84,9 +84,7 @@ class Activator:
         price_cap_per_hour: the price of the active set never exceeds it ($/h).
     """
 
-    def __init__(
-        self, *, persistence_s: float, margin: float, price_cap_per_hour: float = math.inf
-    ) -> None:
+    def __init__(self, *, persistence_s: float, margin: float, price_cap_per_hour: float = math.inf) -> None:
         self._persistence_s = persistence_s
         self._margin = margin
         self._cap = price_cap_per_hour

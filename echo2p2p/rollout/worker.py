@@ -236,7 +236,10 @@ class Worker:
         batch: list[Prompt] = []
         while self._prompts and len(batch) < self._batch_groups:
             first, head = batch[0] if batch else self._prompts[0], self._prompts[0]
-            alike = (first.lease.n_samples, first.lease.sampling) == (head.lease.n_samples, head.lease.sampling)
+            alike = (first.lease.n_samples, first.lease.sampling) == (
+                head.lease.n_samples,
+                head.lease.sampling,
+            )
             if head.lease.min_version > self.version or not alike:
                 break
             batch.append(self._prompts.popleft())
@@ -283,9 +286,7 @@ class Worker:
             self._session.tell(Decline(batch[0].lease.lease, [batch[0].index], error.message[:512]))
 
 
-def _group(
-    scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]
-) -> Group:
+def _group(scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]) -> Group:
     return Group(
         index,
         list(prompt),

@@ -11,7 +11,8 @@ import msgspec
 
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
-from echo2p2p.learning.learner import Learner, LearnerState
+from echo2p2p.learning.learner import Learner
+from echo2p2p.learning.state import LearnerState
 from echo2p2p.rollout.worker import Worker
 from echo2p2p.simulation.engine import ModelledEngine, ModelledScorer
 from echo2p2p.simulation.trainer import ModelledTrainer

@@ -49,7 +49,9 @@ class ModelledTrainer:
         }
 
     async def capture(self) -> tuple[Snapshot, tuple[int, ...]]:
-        layout = Layout((TensorSpec("policy", "uint8", (self._snapshot_bytes,), 0, self._snapshot_bytes),), {})
+        layout = Layout(
+            (TensorSpec("policy", "uint8", (self._snapshot_bytes,), 0, self._snapshot_bytes),), {}
+        )
         return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes)), tuple(
             self.trained
         )

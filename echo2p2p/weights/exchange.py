@@ -118,23 +118,23 @@ class ChunkServer:
             if not self._streams[peer]:
                 del self._streams[peer]
 
-    async def _holding(self, digest: str) -> Holding | None:
+    async def _holding(self, stream: Stream, digest: str) -> Holding | None:
+        """The version that ``stream`` asks for; the news of it may reach this peer later than the asker."""
         deadline = self._clock.monotonic() + self._limits.unknown_version_s
-        while digest not in self._holdings:
-            remaining = deadline - self._clock.monotonic()
-            if remaining <= 0 or not await set_within(self._changed, remaining):
-                break
+        while digest not in self._holdings and self._clock.monotonic() < deadline:
+            if not await set_within(self._changed, self._limits.heartbeat_s):
+                await self._reply(stream, Waiting())
         return self._holdings.get(digest)
 
     async def _serve_manifest(self, stream: Stream, request: GetManifest) -> None:
-        holding = await self._holding(request.version)
+        holding = await self._holding(stream, request.version)
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
         else:
             await self._reply(stream, Body(len(holding.body)), holding.body)
 
     async def _serve_lane(self, stream: Stream, request: OpenLane) -> None:
-        holding = await self._holding(request.version)
+        holding = await self._holding(stream, request.version)
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
             return
@@ -154,22 +154,19 @@ class ChunkServer:
             raise failure
 
     async def _take_requests(self, stream: Stream, lane: OutgoingLane) -> None:
-        try:
-            while True:
-                request: LaneRequest = await receive(
-                    stream, LaneRequest, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.idle_s
-                )
-                if isinstance(request, Want):
-                    lane.want(request)
-                else:
-                    lane.cancel(request.chunks)
-        finally:
-            lane.closed = True
-            lane.wake.set()
+        """Until the asker ends the stream, which ends the lane."""
+        while True:
+            request: LaneRequest = await receive(
+                stream, LaneRequest, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.idle_s
+            )
+            if isinstance(request, Want):
+                lane.want(request)
+            else:
+                lane.cancel(request.chunks)
 
     async def _send_chunks(self, stream: Stream, lane: OutgoingLane, holding: Holding) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
-        while not lane.closed:
+        while True:
             lane.wake.clear()
             missing = lane.give_up(self._clock.monotonic() - self._limits.chunk_wait_s)
             if missing:
@@ -186,10 +183,13 @@ class ChunkServer:
                 await self._reply(stream, Waiting())
 
     async def _reply(self, stream: Stream, message: Any, data: bytes | memoryview = b"") -> None:
+        allowed_s = self._limits.write_s + len(data) / self._limits.min_bytes_per_s
         try:
-            async with asyncio.timeout(self._limits.write_s):
+            async with asyncio.timeout(allowed_s):
                 await send(stream, message)
                 if data:
                     await stream.write(data)
         except TimeoutError:
-            raise DeadlineExceeded(f"{stream.remote} took nothing for {self._limits.write_s:g} s") from None
+            raise DeadlineExceeded(
+                f"{stream.remote} did not take {len(data)} bytes in {allowed_s:.0f} s"
+            ) from None

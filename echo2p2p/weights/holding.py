@@ -85,7 +85,6 @@ class OutgoingLane:
 
     def __init__(self, holding: Holding, clock: Clock) -> None:
         self.wake = asyncio.Event()
-        self.closed = False
         self._holding = holding
         self._clock = clock
         self._ready: deque[int] = deque()

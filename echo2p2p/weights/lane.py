@@ -26,6 +26,7 @@ from echo2p2p.weights.wire import (
     CHUNK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_WANTS,
+    Body,
     Cancel,
     Chunk,
     GetManifest,
@@ -43,7 +44,7 @@ class FetchLimits:
     """How long a fetch waits for what, and how much it asks for at once.
 
     Attributes:
-        manifest_s: for the answer to a request for a manifest; a source may wait for it for a while.
+        manifest_s: until a source that may itself wait for a manifest begins to send it.
         stall_s: silence after which a source that owes an answer counts as stalled.
         patience_s: others are asked too for what a source has not sent for so long while they did send.
         starved_s: without a single chunk from anybody for so long, the fetch fails.
@@ -183,11 +184,7 @@ async def get_manifest(
     """
     async with _opened(network, source, limits) as stream:
         await send(stream, GetManifest(version))
-        reply: ManifestReply = await receive(
-            stream, ManifestReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=limits.manifest_s
-        )
-        if isinstance(reply, Refused):
-            raise PeerUnreachable(f"{source} does not give the manifest: {reply.reason}")
+        reply = await _manifest_reply(stream, limits)
         if reply.nbytes > max_bytes:
             raise ProtocolError(
                 f"{source} offers a manifest of {reply.nbytes} bytes, {max_bytes} are allowed"
@@ -196,6 +193,21 @@ async def get_manifest(
     if digest(body) != version:
         raise ManifestError(f"{source} sent {len(body)} bytes that are not the manifest {version}")
     return body
+
+
+async def _manifest_reply(stream: Stream, limits: FetchLimits) -> Body:
+    try:
+        async with asyncio.timeout(limits.manifest_s):
+            while True:
+                reply: ManifestReply = await receive(
+                    stream, ManifestReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=limits.stall_s
+                )
+                if isinstance(reply, Body):
+                    return reply
+                if isinstance(reply, Refused):
+                    raise PeerUnreachable(f"{stream.remote} does not give the manifest: {reply.reason}")
+    except TimeoutError:
+        raise DeadlineExceeded(f"no manifest from {stream.remote} in {limits.manifest_s:g} s") from None
 
 
 async def _read_body(stream: Stream, nbytes: int, limits: FetchLimits) -> bytes:

@@ -123,8 +123,7 @@ class WeightSubscriber:
         self._standing.forgive()
         body = await self._manifest_body(record, peers)
         manifest = self._verifier.accept(body, record.manifest_digest)
-        await self._clock.offload(lambda: self._store.remember(self._verifier.trusted))
-        await self._clock.offload(lambda: self._store.pin(manifest.version, body, manifest.digests()))
+        await self._clock.offload(lambda: self._remember(manifest, body))
         self._members = tuple(member.peer for member in manifest.members)
 
         version = record.manifest_digest
@@ -159,6 +158,10 @@ class WeightSubscriber:
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
         assets = _assets(manifest, buffer)
         return Fetched(manifest, snapshot, assets, fetch.bytes_from_learner, fetch.bytes_from_peers, fetch_s)
+
+    def _remember(self, manifest: Manifest, body: bytes) -> None:
+        self._store.remember(self._verifier.trusted)
+        self._store.pin(manifest.version, body, manifest.digests())
 
     async def _manifest_body(self, record: ManifestRecord, peers: Iterable[PeerId]) -> bytes:
         """The signed manifest that ``record`` pins: from the store, the learner, or another peer."""

@@ -2,11 +2,11 @@
 
 One stream carries either one manifest or one lane::
 
-    GetManifest                 → Body + its bytes; or Refused
+    GetManifest                 → Waiting …, Body + its bytes; or Refused
     OpenLane, Want, Want …      → Chunk + its bytes | Missing | Waiting, in any order; or Refused
 
-On a lane, chunks come in whatever order they become available at the source. A source that was asked to
-wait for chunks which it does not have yet says ``Waiting`` from time to time, so silence means trouble.
+On a lane, chunks come in whatever order they become available at the source. A source that waits for a
+version or for chunks itself says ``Waiting`` from time to time, so silence means trouble.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Missing(msgspec.Struct, frozen=True, tag="missing"):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """Alive; none of the wanted chunks has arrived here yet."""
+    """Alive; nothing of what was asked for has arrived here yet."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -83,4 +83,4 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 FirstRequest = GetManifest | OpenLane
 LaneRequest = Want | Cancel
 LaneReply = Chunk | Missing | Waiting | Refused
-ManifestReply = Body | Refused
+ManifestReply = Body | Waiting | Refused

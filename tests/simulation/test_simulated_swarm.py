@@ -57,7 +57,9 @@ def test_two_hundred_workers_train_for_two_hours_in_under_a_minute(tmp_path):
     async def main():
         async with MemorySwarm(seed=1, default_delay_s=0.02) as swarm:
             run = SimulatedRun(swarm, settings, t_train_s=60, events=tmp_path / "events.jsonl")
-            learner = await simulate(run, models(200, random.Random(0), tokens_per_s=(50, 200)), duration_s=7200)
+            learner = await simulate(
+                run, models(200, random.Random(0), tokens_per_s=(50, 200)), duration_s=7200
+            )
             return run, learner
 
     started = time.monotonic()
@@ -71,9 +73,10 @@ def test_two_hundred_workers_train_for_two_hours_in_under_a_minute(tmp_path):
     # The cheap ones suffice: the rest is idle, and the bill shows it.
     assert steps[-1]["active"] < 60
     assert steps[-1]["spend_usd"] < 0.3 * steps[-1]["all_on_usd"]
-    by_peers, by_learner = (sum(
-        e[name] for e in read_events(tmp_path / "events.jsonl") if e["event"] == "ready"
-    ) for name in ("bytes_from_peers", "bytes_from_learner"))
+    by_peers, by_learner = (
+        sum(e[name] for e in read_events(tmp_path / "events.jsonl") if e["event"] == "ready")
+        for name in ("bytes_from_peers", "bytes_from_learner")
+    )
     assert by_peers > 10 * by_learner
 
 
@@ -85,7 +88,9 @@ def test_nothing_is_trained_twice_or_skipped_when_workers_and_learner_are_killed
 
     async def main():
         async with MemorySwarm(seed=seed, default_delay_s=0.05) as swarm:
-            run = SimulatedRun(swarm, settings, t_train_s=10, snapshot_bytes=64 * 1024, events=tmp_path / "e.jsonl")
+            run = SimulatedRun(
+                swarm, settings, t_train_s=10, snapshot_bytes=64 * 1024, events=tmp_path / "e.jsonl"
+            )
             running, numbers = {}, iter(range(1000))
 
             async def add_worker():
@@ -215,4 +220,5 @@ def test_a_join_with_somebody_elses_advert_is_turned_away():
 
 def test_the_modelled_scorer_is_what_admission_computes_again():
     scorer = ModelledScorer()
-    assert scorer.reward(3, [5, 9]) == scorer.reward(3, [5, 1]) == 0.0
+    assert scorer.reward(3, [5, 9]) == scorer.reward(3, [5, 1])
+    assert {scorer.reward(index, [5]) for index in range(4)} == {0.0, 1.0}

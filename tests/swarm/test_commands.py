@@ -159,7 +159,9 @@ def test_a_swarm_of_commands_survives_a_killed_worker_and_a_restarted_learner(co
     states = {w["peer"]: w["state"] for w in commands.inspect("workers", *door)}
     assert states[first] == "gone"
     assert list(states.values()).count("active") == 1
-    commands.wait(lambda: not any(child.is_running() for child in children), "p2pd of the killed worker to end")
+    commands.wait(
+        lambda: not any(child.is_running() for child in children), "p2pd of the killed worker to end"
+    )
 
     # It comes back, as itself, and catches up.
     seen = len(commands.events("ready"))
@@ -175,7 +177,9 @@ def test_a_swarm_of_commands_survives_a_killed_worker_and_a_restarted_learner(co
     sessions = len(commands.events("worker_joined"))
     again = commands.start("learner", "--run-dir", "learner", "--resume", "latest", *door)
     assert commands.line(again)[1:3] == join[:2]
-    commands.wait(lambda: len(commands.events("worker_joined")) >= sessions + 2, "the workers to come back", 90)
+    commands.wait(
+        lambda: len(commands.events("worker_joined")) >= sessions + 2, "the workers to come back", 90
+    )
     commands.wait(lambda: commands.step() >= stopped_at + 4, "training to go on")
     steps = [e["step"] for e in commands.events("step")]
     assert steps == list(range(1, len(steps) + 1))

@@ -23,7 +23,9 @@ def ledger():
 
 
 def honest(index=0, version=5, **changes):
-    sample = Trajectory([3, 4], pack_logprobs([-0.5, -1.0]), version, version, SCORER.reward(index, [3, 4]), "stop")
+    sample = Trajectory(
+        [3, 4], pack_logprobs([-0.5, -1.0]), version, version, SCORER.reward(index, [3, 4]), "stop"
+    )
     return Group(index, SCORER.prompt_tokens(index), [msgspec.structs.replace(sample, **changes)] * 2)
 
 

@@ -14,7 +14,11 @@ PRICES = "worker,price_per_hour,rollouts_per_s,count\nrtx5090,0.35,0.2,20\na100,
 
 def run(*arguments, timeout=60, **options):
     return subprocess.run(
-        [sys.executable, "-m", "echo2p2p", *arguments], capture_output=True, text=True, timeout=timeout, **options
+        [sys.executable, "-m", "echo2p2p", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **options,
     )
 
 

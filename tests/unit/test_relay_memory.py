@@ -290,6 +290,18 @@ async def test_an_absent_member_costs_its_stripe_once_more_at_most(world: World)
 
 
 @virtual()
+async def test_a_member_that_hears_of_a_version_late_costs_its_stripe_once_more_at_most(world: World) -> None:
+    published = await world.publish()
+    starting = asyncio.create_task(asyncio.sleep(9))
+    early = asyncio.create_task(world.fetch(published, 3))
+    await starting
+    await world.subscribers[3].fetch(published.record)
+    await early
+    assert now() < 15
+    assert world.learner_copies() < 1.3
+
+
+@virtual()
 async def test_a_late_joiner_fetches_from_the_members(world: World) -> None:
     published = await world.publish()
     await world.fetch(published)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import msgspec
@@ -76,6 +77,19 @@ def test_micro_batches_change_nothing_but_memory(policy):
     assert one.loss == pytest.approx(two.loss, abs=1e-5)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
     assert one.entropy == pytest.approx(two.entropy, rel=1e-5)
+
+
+def test_gradient_checkpointing_computes_twice_and_changes_nothing_else(policy):
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    plain = GRPOTrainer(policy, SETTINGS)
+    frugal = GRPOTrainer(policy, replace(SETTINGS, gradient_checkpointing=True))
+    passes = []
+    frugal._model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    one, two = plain.train(make_groups(2)), frugal.train(make_groups(2))
+    assert len(passes) == 2
+    assert one.loss == pytest.approx(two.loss, abs=1e-6)
+    assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
 
 
 def test_the_loss_is_a_mean_over_all_tokens_of_the_batch(policy):

@@ -10,7 +10,8 @@ from echo2p2p.learning.replay import Entry, ReplayBuffer
 
 def group(index, versions):
     samples = [
-        Trajectory([1, 2], pack_logprobs([-1.0, -1.0]), oldest, newest, 1.0, "stop") for oldest, newest in versions
+        Trajectory([1, 2], pack_logprobs([-1.0, -1.0]), oldest, newest, 1.0, "stop")
+        for oldest, newest in versions
     ]
     return Group(index, [1], samples)
 

@@ -1,0 +1,154 @@
+"""How a version leaves the learner: checkpoint first, then manifest, record, and a word to every active worker.
+
+The order is the guarantee: a version that anybody can hear of is on the learner's disk, so no crash can make
+one version number name two policies. T_bcast is measured here, as the papers define it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from echo2p2p.data.work import Head, Ready
+from echo2p2p.errors import RecordError
+from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.provisioner import Provisioner
+from echo2p2p.learning.sessions import Session
+from echo2p2p.learning.state import Capture, Trainer
+from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.directory import Directory
+from echo2p2p.swarm.records import ManifestRecord
+from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.manifest import Member
+from echo2p2p.weights.publisher import WeightPublisher
+
+BROADCASTS_FOLLOWED = 64
+"""Versions whose spread is still being counted."""
+
+
+@dataclass
+class Broadcast:
+    """How far one version has come; it is done when a fraction 1/γ of its active workers is ready."""
+
+    published_at: float
+    active: set[str]
+    ready: set[str] = field(default_factory=set)
+    done: bool = False
+
+
+class Publication:
+    """Publishes the versions of one run and follows their spread.
+
+    Args:
+        assets: the policy's small files by name, the same for every version.
+        gamma: γ; T_bcast ends at a fraction 1/γ of the active workers.
+
+    Attributes:
+        chunk_bytes: what workers reported to have fetched, by source: learner or peers.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        publisher: WeightPublisher,
+        directory: Directory,
+        assets: Mapping[str, bytes],
+        dispatcher: Dispatcher,
+        provisioner: Provisioner,
+        gamma: float,
+        clock: Clock,
+        events: EventLog,
+    ) -> None:
+        self._trainer = trainer
+        self._publisher = publisher
+        self._directory = directory
+        self._assets = assets
+        self._dispatcher = dispatcher
+        self._provisioner = provisioner
+        self._gamma = gamma
+        self._clock = clock
+        self._events = events
+        self._record: ManifestRecord | None = None
+        self._newer = asyncio.Event()
+        self._saved = -1
+        self._broadcasts: dict[int, Broadcast] = {}
+        self.chunk_bytes: Counter[str] = Counter()
+
+    async def publish(self, capture: Capture) -> None:
+        """Make a version known."""
+        started = self._clock.monotonic()
+        version = capture.version
+        await self.checkpoint(capture)
+        active = self._provisioner.active
+        members = [Member(session.peer, session.advert.upload_mbit) for session in active]
+        published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
+        self._record = published.record
+        self._newer.set()
+        self._dispatcher.published = version
+        # A worker's first version includes building its engine, which says nothing about T_bcast.
+        following = {session.peer for session in active if session.version >= 0}
+        self._broadcasts[version] = Broadcast(started, following)
+        while len(self._broadcasts) > BROADCASTS_FOLLOWED:
+            del self._broadcasts[next(iter(self._broadcasts))]
+        self._events.emit(
+            "published",
+            version=version,
+            snapshot_bytes=published.manifest.nbytes,
+            chunks=published.manifest.n_chunks,
+        )
+        for session in active:
+            self.announce(session)
+        self._dispatcher.top_up()
+
+    async def checkpoint(self, capture: Capture) -> None:
+        """Write ``capture`` to disk, unless its version is there already."""
+        if self._saved == capture.version:
+            return
+        started = self._clock.monotonic()
+        await self._trainer.save(capture.version, capture.trainer, capture.learner)
+        self._saved = capture.version
+        self._events.emit("checkpoint", step=capture.version, seconds=self._clock.monotonic() - started)
+
+    def announce(self, session: Session) -> None:
+        """Tell one worker of the newest version, if there is one."""
+        if self._record is not None:
+            session.tell(Head(self._directory.seal(self._record)))
+
+    async def keep_record(self) -> None:
+        """Keep the newest manifest's record in the table, from the first publication on, until cancelled."""
+        await self._newer.wait()
+        await self._directory.keep(self._newest_record, changed=self._newer)
+
+    def on_ready(self, session: Session, message: Ready) -> None:
+        """A worker proved that it holds a version."""
+        self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
+        self.chunk_bytes["learner"] += message.bytes_from_learner
+        self.chunk_bytes["peers"] += message.bytes_from_peers
+        broadcast = self._broadcasts.get(message.version)
+        if broadcast is None or broadcast.done or session.peer not in broadcast.active:
+            return
+        broadcast.ready.add(session.peer)
+        still_active = broadcast.active & {s.peer for s in self._provisioner.active}
+        if len(broadcast.ready & still_active) < math.ceil(len(still_active) / self._gamma):
+            return
+        broadcast.done = True
+        t_bcast_s = self._clock.monotonic() - broadcast.published_at
+        self._provisioner.t_bcast.observe(t_bcast_s)
+        self._events.emit(
+            "broadcast",
+            version=message.version,
+            t_bcast_s=t_bcast_s,
+            ready=len(broadcast.ready),
+            active=len(broadcast.active),
+        )
+
+    def _newest_record(self) -> ManifestRecord:
+        if self._record is None:
+            raise RecordError("no version has been published")
+        return self._record

@@ -1,0 +1,53 @@
+"""What a run consists of between two steps: the policy, the trainer behind it, and the learner's books."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from echo2p2p.data.trajectory import Group
+from echo2p2p.weights.snapshot import Snapshot
+
+
+class Trainer(Protocol):
+    """Turns groups into the next policy. Off the loop, one call at a time."""
+
+    async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
+        """Take one step; returns the fields of the ``step`` event that the trainer knows."""
+        ...
+
+    async def capture(self) -> tuple[Snapshot, Any]:
+        """The policy as it is now, and all that the trainer needs to go on from here; both are copies."""
+        ...
+
+    async def save(self, step: int, state: Any, learner_state: bytes) -> None:
+        """Write a checkpoint of a captured state, with the learner's own beside it; durable on return."""
+        ...
+
+
+class LearnerState(msgspec.Struct, frozen=True):
+    """What of the learner is in a checkpoint. Cumulative figures go on where they were."""
+
+    step: int
+    frontier: int
+    beyond: tuple[int, ...]
+    reward_before: float | None = None
+    staleness_max: int = 0
+    t_train_s: float = 0.0
+    t_idle_s: float = 0.0
+    spend_usd: float = 0.0
+    all_on_usd: float = 0.0
+    dropped: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Everything of one version, taken between two steps: what is published, and what a resume starts from."""
+
+    version: int
+    snapshot: Snapshot
+    trainer: Any
+    learner: bytes
