@@ -164,7 +164,7 @@ class Fetch:
         self._schedule.failed(source, for_good=for_good)
         self._open_lanes()
 
-    async def _deliver(self, source: PeerId, index: int, data: bytes) -> bool:
+    def _deliver(self, source: PeerId, index: int, data: bytes) -> bool:
         if source == self._learner:
             self.bytes_from_learner += len(data)
         else:

@@ -9,7 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class Lane:
         schedule: Schedule,
         limits: FetchLimits,
         *,
-        deliver: Callable[[PeerId, int, bytes], Awaitable[bool]],
+        deliver: Callable[[PeerId, int, bytes], bool],
         rerouted: Callable[[], None],
     ) -> None:
         self.source = source
@@ -169,7 +169,7 @@ class Lane:
                 "that are not what the learner signed for"
             )
         self.nbytes += len(data)
-        if await self._deliver(self.source, index, data):
+        if self._deliver(self.source, index, data):
             self.last_chunk_s = self._network.clock.monotonic()
 
 
