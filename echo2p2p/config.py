@@ -59,7 +59,12 @@ class PolicySettings(Section):
     path: Path | None = Field(
         None, description="Hugging Face folder to start from; empty: the seed policy that comes with echo2p2p"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the learner's weights")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="the learner computes in it; auto: bfloat16 on a GPU, float32 elsewhere"
+    )
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="weights travel, and workers generate, in it; auto: as dtype"
+    )
     device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1, …")
 
 
@@ -68,7 +73,7 @@ class OptimizerSettings(Section):
 
     learning_rate: Positive = Field(1e-6, description="AdamW, constant")
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     weight_decay: NonNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="the learning rate rises over so many steps"
@@ -79,6 +84,11 @@ class OptimizerSettings(Section):
         0.28, description="ε of the clipped ratio, above 1"
     )
     importance_cap: Positive = Field(2.0, description="C, where the weight π_learner/π_sampler is truncated")
+    scale_by_std: bool = Field(True, description="divide advantages by their group's standard deviation")
+    updates_per_step: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="optimizer updates in one step; the groups are split among them"
+    )
+    gradient_checkpointing: bool = Field(False, description="compute activations twice to keep fewer")
     kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
         16_384, description="padded tokens a forward pass"

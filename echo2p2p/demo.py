@@ -41,10 +41,10 @@ class DemoWorker:
 
 
 WORKERS = (
-    DemoWorker("demo small A", 0.08, 600),
-    DemoWorker("demo small B", 0.10, 600),
-    DemoWorker("demo large C", 0.60, 4200),
-    DemoWorker("demo large D", 2.40, 4200),
+    DemoWorker("demo A", 0.20, 6000),
+    DemoWorker("demo B", 0.25, 6000),
+    DemoWorker("demo C", 0.40, 7800),
+    DemoWorker("demo D", 1.60, 9600),
 )
 """Per rollout A is the cheapest and D by far the dearest; A, B and C together are as fast as the learner needs."""
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
 
 SEED_POLICY = Path(__file__).parent / "seed_policy"
 ASSET_NAMES = (
+    "added_tokens.json",
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
@@ -301,6 +302,7 @@ def _load_policy(
     dtype = settings.policy.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    published = dtype if settings.policy.publish_dtype == "auto" else settings.policy.publish_dtype
     trainer = GRPOTrainer(
         folder,
         TrainerSettings(
@@ -313,17 +315,20 @@ def _load_policy(
             clip_high=optimizer.clip_high,
             importance_cap=optimizer.importance_cap,
             kl_beta=optimizer.kl_beta,
+            scale_by_std=optimizer.scale_by_std,
+            updates_per_step=optimizer.updates_per_step,
+            gradient_checkpointing=optimizer.gradient_checkpointing,
             temperature=options.temperature,
             micro_batch_tokens=optimizer.micro_batch_tokens,
             compute_dtype=dtype,
-            publish_dtype=dtype,
+            publish_dtype=published,
             device=device,
             threads=options.threads or None,
         ),
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint.trainer)
-    engine = TransformersEngine(folder, device=device, dtype=DTYPES[dtype], threads=options.threads or None)
+    engine = TransformersEngine(folder, device=device, dtype=DTYPES[published], threads=options.threads or None)
     task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
     return _scorer(folder, task), trainer, engine
 

@@ -1,10 +1,11 @@
 """Between the sessions and the replay buffer: leases prompts to active workers, admits what comes back.
 
-How much is leased follows from when it will be needed. A group that joins the line behind ``backlog`` others is
-trained at version v_t + ⌊backlog / G⌋ (G groups a step). A worker gets a lease only
+How much is leased follows from when it will be needed. Let v_next be the version at which the next batch is
+drawn: v_t while the learner waits, v_t + 1 while it trains. A group that joins the line behind ``backlog`` others
+is drawn at version v_next + ⌊backlog / G⌋ (G groups a step). A worker gets a lease only
 
-* in the window: v_t + ⌊backlog / G⌋ ≤ v + S, where v is the version that it generates with; work that would be
-  stale on arrival is never paid for;
+* in the window: v_next + ⌊backlog / G⌋ ≤ v + S, where v is the version that it generates with; work that would
+  be stale on arrival is never paid for;
 * just in time: backlog / G · T_train ≤ its own turnaround + T_train; work that waits only grows old, and one step
   of slack is enough to never let the learner wait for it.
 """
@@ -65,6 +66,7 @@ class Dispatcher:
         self._sequential = settings.is_sequential
         self._arrived = asyncio.Event()
         self._sessions: dict[str, Session] = {}
+        self._training = False
         self.version = 0
         self.published = -1
         self.t_train_s = t_train_s
@@ -141,7 +143,8 @@ class Dispatcher:
         if self._sequential:
             return self._group_quota - backlog if self.published == self.version else 0
         generating = max(min(session.version, self.published), self._min_version())
-        steps_in_window = generating + self._settings.staleness - self.version + 1
+        next_version = self.version + (1 if self._training else 0)
+        steps_in_window = generating + self._settings.staleness - next_version + 1
         steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
         return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog
 
@@ -227,6 +230,7 @@ class Dispatcher:
                 self.dropped["left the window"] += 1
             batch = self._replay.take(self._group_quota, self.version)
             if batch is not None:
+                self._training = True
                 return batch
             self.top_up()
             self._arrived.clear()
@@ -238,6 +242,7 @@ class Dispatcher:
 
     def trained(self, batch: list[Entry]) -> None:
         """The batch has become a step."""
+        self._training = False
         self._ledger.train([entry.group.index for entry in batch])
 
     def _next_check_s(self) -> float:

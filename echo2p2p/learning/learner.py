@@ -175,25 +175,25 @@ class Learner:
             ]
             finished = await self._train()
             await self._publication.checkpoint(await self._capture())
+            self._provisioner.account()
+            self._events.emit(
+                "run_finished",
+                finished=finished,
+                steps=self.step,
+                reward_before=self._reward_before,
+                reward_after=self._reward_after,
+                staleness_max=self._staleness_max,
+                bubble_ratio=self._bubble_ratio,
+                learner_chunk_bytes=self._publication.chunk_bytes["learner"],
+                peer_chunk_bytes=self._publication.chunk_bytes["peers"],
+                spend_usd=self._provisioner.spending.usd,
+                all_on_usd=self._provisioner.spending.all_on_usd,
+                seconds=self._clock.monotonic() - started,
+            )
             reason = "the run is finished" if finished else "the learner stops and may come back"
             await self._sessions.say_goodbye(reason, retry=not finished)
             for task in background:
                 task.cancel()
-        self._provisioner.account()
-        self._events.emit(
-            "run_finished",
-            finished=finished,
-            steps=self.step,
-            reward_before=self._reward_before,
-            reward_after=self._reward_after,
-            staleness_max=self._staleness_max,
-            bubble_ratio=self._bubble_ratio,
-            learner_chunk_bytes=self._publication.chunk_bytes["learner"],
-            peer_chunk_bytes=self._publication.chunk_bytes["peers"],
-            spend_usd=self._provisioner.spending.usd,
-            all_on_usd=self._provisioner.spending.all_on_usd,
-            seconds=self._clock.monotonic() - started,
-        )
         return finished
 
     # --- training -----------------------------------------------------------------------------------

@@ -176,6 +176,11 @@ class HivemindNetwork:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection from p2pd that stands for an incoming stream; runs in a task of its own."""
+        # asyncio logs a cancelled task of its stream server as an error; ours are cancelled whenever we close.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._accept_one(reader, writer)
+
+    async def _accept_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(self._limits.health_timeout_s):
                 remote, protocol = await read_stream_info(reader)
