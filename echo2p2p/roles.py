@@ -328,7 +328,9 @@ def _load_policy(
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint.trainer)
-    engine = TransformersEngine(folder, device=device, dtype=DTYPES[published], threads=options.threads or None)
+    engine = TransformersEngine(
+        folder, device=device, dtype=DTYPES[published], threads=options.threads or None
+    )
     task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
     return _scorer(folder, task), trainer, engine
 

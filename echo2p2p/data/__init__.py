@@ -1,0 +1,1 @@
+"""The data plane: tasks, trajectories, and what worker and learner say to each other."""

@@ -1,0 +1,1 @@
+"""The learning plane: admission, the window, GRPO, and the learner."""

@@ -1,0 +1,1 @@
+"""The rollout plane: the worker and its inference engine."""

@@ -1,0 +1,1 @@
+"""Whole swarms in one process under virtual time, with modelled engines."""

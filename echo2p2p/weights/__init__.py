@@ -1,0 +1,1 @@
+"""How a policy version travels from the learner to every worker."""

@@ -1,5 +1,7 @@
 """The names that people may rely on."""
 
+from pathlib import Path
+
 import echo2p2p
 
 
@@ -26,3 +28,11 @@ def test_every_error_has_its_documented_exit_code():
         expected = next((documented[c.__name__] for c in cls.__mro__ if c.__name__ in documented), 1)
         assert cls.exit_code == expected, cls
         assert cls.__name__ in errors.__doc__
+
+
+def test_the_architecture_has_a_line_for_every_module():
+    root = Path(__file__).parents[2]
+    text = (root / "docs/architecture.md").read_text()
+    for file in (root / "echo2p2p").rglob("*.py"):
+        if file.name != "__main__.py":
+            assert f"| `{file.name}` |" in text, file
