@@ -2,18 +2,22 @@
 
 A task holds no state and reads nothing: (seed, index) decides the prompt, so worker and learner, far apart,
 compute the same one, and the learner can check every reward by computing it again. Adding a task is one
-module that calls :func:`register`; configuration alone chooses it.
+module that calls :func:`register`, named in the entry point group ``echo2p2p.tasks`` of an installed package;
+configuration alone chooses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from echo2p2p.errors import SettingsError
 
 TRAIN = "train"
 HELD_OUT = "held-out"
+ENTRY_POINTS = "echo2p2p.tasks"
 
 
 class Task(Protocol):
@@ -48,7 +52,7 @@ def register(name: str, factory: TaskFactory) -> None:
 
 
 def names() -> list[str]:
-    _load_builtin()
+    _load_all()
     return sorted(_REGISTRY)
 
 
@@ -58,12 +62,17 @@ def make_task(name: str, *, seed: int = 0, options: Mapping[str, Any] | None = N
     Raises:
         SettingsError: there is none of that name, or it refuses an option.
     """
-    _load_builtin()
+    _load_all()
     if name not in _REGISTRY:
         raise SettingsError(f"there is no task {name!r}", hint=f"tasks: {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name](seed, options or {})
 
 
-def _load_builtin() -> None:
+@cache
+def _load_all() -> None:
+    """Import the tasks that come with echo2p2p, and those of installed packages; importing registers them."""
     import echo2p2p.data.arithmetic
-    import echo2p2p.data.strings  # noqa: F401 - importing registers
+    import echo2p2p.data.strings  # noqa: F401
+
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        entry_point.load()

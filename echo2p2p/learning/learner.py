@@ -166,7 +166,7 @@ class Learner:
         finished = False
         async with asyncio.TaskGroup() as tasks:
             await self._sessions.listen()
-            await serve_status(self._network, self._status)
+            await serve_status(self._network, self.status)
             background = [
                 tasks.create_task(self._provisioner.run()),
                 tasks.create_task(self._directory.keep(self._run_record)),
@@ -331,7 +331,8 @@ class Learner:
             software=__version__,
         )
 
-    def _status(self) -> RunStatus:
+    def status(self) -> RunStatus:
+        """How the run goes, for people who look."""
         mean_tokens = self._dispatcher.mean_tokens
         here = [worker_status(s, mean_tokens) for s in self._sessions.open.values()]
         now = self._clock.monotonic()

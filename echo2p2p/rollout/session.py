@@ -144,7 +144,9 @@ class LearnerSession:
             if welcome is None:
                 return False
             self._events.emit("session", state="open", reason="")
-            for submit in self._unanswered.values():
+            # What is still queued belonged to the last session; the groups in it are among the unanswered.
+            self._outbox = asyncio.Queue(OUTBOX_MESSAGES)
+            for submit in list(self._unanswered.values()):
                 await send(stream, submit)
             async with asyncio.TaskGroup() as tasks:
                 helpers = [

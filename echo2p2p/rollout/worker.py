@@ -21,7 +21,13 @@ from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.data.work import Decline, Lease, Ready, Submit, TaskSpec
-from echo2p2p.errors import Echo2p2pError, FingerprintMismatch, OutOfMemory
+from echo2p2p.errors import (
+    FingerprintMismatch,
+    OutOfMemory,
+    ResourceError,
+    SwarmError,
+    VerificationError,
+)
 from echo2p2p.rollout.engine import Completion, InferenceEngine
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.swarm.directory import Directory
@@ -108,7 +114,9 @@ class Worker:
         """Work until the run is finished or :meth:`stop` is called.
 
         Raises:
-            ProtocolError: the learner refuses this worker for good.
+            TurnedAway: the learner refuses this worker for good.
+            SettingsError: the run's task or policy cannot be used here.
+            FingerprintMismatch, EngineError: the engine does not do what it should.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -169,7 +177,7 @@ class Worker:
                 fetched = await self._subscriber.fetch(record)
                 if self._engine is None:
                     self._engine, self._scorer = await self._build(self._session.task, fetched.assets)
-            except Echo2p2pError as error:
+            except (SwarmError, VerificationError, ResourceError) as error:
                 log.warning("version %d could not be fetched, trying again: %s", record.version, error)
                 await asyncio.sleep(FETCH_RETRY_S)
                 self._new_head.set()
