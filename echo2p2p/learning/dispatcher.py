@@ -110,25 +110,27 @@ class Dispatcher:
                 session.started_work(self._clock.monotonic())
         elif isinstance(message, Beat):
             return
-        self.top_up()
+        # What one worker delivered or gave back makes room for one worker's next lease: its own.
+        self._top_up(session)
 
     # --- leasing ------------------------------------------------------------------------------------
 
     def top_up(self) -> None:
         """Lease work to every active worker that has too little, as far as the window allows."""
-        if self.published < 0:
-            return
-        now = self._clock.monotonic()
-        for worker, groups in self._ledger.expire(now):
+        for worker, groups in self._ledger.expire(self._clock.monotonic()):
             self.dropped["lease expired"] += groups
             if worker in self._sessions:
                 self._sessions[worker].stopped_work()
         active = [s for s in self._sessions.values() if s.active]
         active.sort(key=lambda s: self._ledger.outstanding(s.peer) / max(s.mu(self.mean_tokens), 1e-9))
         for session in active:
+            self._top_up(session)
+
+    def _top_up(self, session: Session) -> None:
+        if session.active and self.published >= 0:
             n = min(self._shortfall(session), self._room(session))
             if n > 0:
-                self._lease(session, n, now)
+                self._lease(session, n, self._clock.monotonic())
 
     def _shortfall(self, session: Session) -> int:
         """Groups that ``session`` should hold beyond what it holds: one step's worth of its own rate."""
