@@ -28,6 +28,8 @@ from echo2p2p.telemetry.events import EventLog
 
 MIN_OUTSTANDING_GROUPS = 2
 """A worker always has the next group while it generates one: otherwise each round trip is idle time."""
+REFUSALS_LOGGED = 100
+"""Of one session; a worker that sends nothing but rubbish must not fill the disk with our complaints."""
 WAIT_REPORT_S = 30.0
 
 
@@ -103,7 +105,7 @@ class Dispatcher:
             for index in message.indices:
                 if self._ledger.holder(message.lease, index) == session.peer:
                     self._ledger.give_back(message.lease, index)
-            self.dropped["declined by the worker"] += len(message.indices)
+                    self.dropped["declined by the worker"] += 1
         elif isinstance(message, Ready):
             session.version = message.version
             if self._ledger.outstanding(session.peer):
@@ -209,7 +211,8 @@ class Dispatcher:
                 self._ledger.give_back(submit.lease, group.index)
             session.refused += 1
             self.dropped[refusal.value] += 1
-            self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
+            if session.refused <= REFUSALS_LOGGED:
+                self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
         session.delivered(
             submit.lease,
             self._clock.monotonic(),

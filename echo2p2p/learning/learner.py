@@ -327,7 +327,7 @@ class Learner:
             active_workers=len(self._provisioner.active),
             mu_pool=min(self._provisioner.mu_pool, 1e9),
             mu_target=min(self._provisioner.mu_target, 1e9),
-            spend_per_hour=self._provisioner.spend_per_hour,
+            spend_per_hour=min(self._provisioner.spend_per_hour, 1e9),
             software=__version__,
         )
 
@@ -369,13 +369,15 @@ class Learner:
         self._provisioner.pool_changed()
 
     async def received(self, session: Session, message: FromWorker) -> None:
-        if isinstance(message, Ready):
-            self._publication.on_ready(session, message)
+        if isinstance(message, Ready) and not self._publication.on_ready(session, message):
+            return
         await self._dispatcher.receive(session, message)
 
     def left(self, session: Session, reason: str) -> None:
         self._provisioner.account()
         self._dispatcher.remove(session)
+        if self._sessions.open.get(session.peer) is not session:
+            return  # the same worker has dialled again
         self._gone[session.peer] = (
             worker_status(session, self._dispatcher.mean_tokens),
             self._clock.monotonic(),

@@ -7,6 +7,7 @@ one version number name two policies. T_bcast is measured here, as the papers de
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
 
-BROADCASTS_FOLLOWED = 64
+log = logging.getLogger("echo2p2p.learner")
+
+VERSIONS_FOLLOWED = 64
 """Versions whose spread is still being counted."""
 
 
@@ -78,6 +81,7 @@ class Publication:
         self._newer = asyncio.Event()
         self._saved = -1
         self._broadcasts: dict[int, Broadcast] = {}
+        self._fingerprints: dict[int, str] = {}
         self.chunk_bytes: Counter[str] = Counter()
 
     async def publish(self, capture: Capture) -> None:
@@ -94,8 +98,10 @@ class Publication:
         # A worker's first version includes building its engine, which says nothing about T_bcast.
         following = {session.peer for session in active if session.version >= 0}
         self._broadcasts[version] = Broadcast(started, following)
-        while len(self._broadcasts) > BROADCASTS_FOLLOWED:
-            del self._broadcasts[next(iter(self._broadcasts))]
+        self._fingerprints[version] = published.manifest.fingerprint
+        for followed in (self._broadcasts, self._fingerprints):
+            while len(followed) > VERSIONS_FOLLOWED:
+                del followed[next(iter(followed))]
         self._events.emit(
             "published",
             version=version,
@@ -125,18 +131,30 @@ class Publication:
         await self._newer.wait()
         await self._directory.keep(self._newest_record, changed=self._newer)
 
-    def on_ready(self, session: Session, message: Ready) -> None:
-        """A worker proved that it holds a version."""
+    def on_ready(self, session: Session, message: Ready) -> bool:
+        """A worker says that it holds a version; False if that is not news, or not true."""
+        if not session.version < message.version <= self._dispatcher.published:
+            return False
+        expected = self._fingerprints.get(message.version)
+        if expected is not None and message.fingerprint != expected:
+            log.warning(
+                "worker %s holds other weights than were published as version %d: %s instead of %s",
+                session.peer,
+                message.version,
+                message.fingerprint,
+                expected,
+            )
+            return False
         self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
         self.chunk_bytes["learner"] += message.bytes_from_learner
         self.chunk_bytes["peers"] += message.bytes_from_peers
         broadcast = self._broadcasts.get(message.version)
         if broadcast is None or broadcast.done or session.peer not in broadcast.active:
-            return
+            return True
         broadcast.ready.add(session.peer)
         still_active = broadcast.active & {s.peer for s in self._provisioner.active}
         if len(broadcast.ready & still_active) < math.ceil(len(still_active) / self._gamma):
-            return
+            return True
         broadcast.done = True
         t_bcast_s = self._clock.monotonic() - broadcast.published_at
         self._provisioner.t_bcast.observe(t_bcast_s)
@@ -147,6 +165,7 @@ class Publication:
             ready=len(broadcast.ready),
             active=len(broadcast.active),
         )
+        return True
 
     def _newest_record(self) -> ManifestRecord:
         if self._record is None:

@@ -182,6 +182,7 @@ class WorkSessions:
             return
         reason = "stream ended"
         try:
+            await send(stream, Welcome(self._task, self._beat_period_s))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.write_outbox())
                 tasks.create_task(session.watch_outbox())
@@ -209,13 +210,13 @@ class WorkSessions:
         if len(self.open) >= self._max_sessions and stream.remote not in self.open:
             await _turn_away(stream, f"all {self._max_sessions} places are taken", retry=True)
             return None
-        earlier = self.open.pop(stream.remote, None)
-        if earlier is not None:
-            await earlier.stream.close()
+        # The place is taken before anything is awaited, so that two sessions of one peer cannot both have it.
         session = Session(stream, advert, join.version)
-        await send(stream, Welcome(self._task, self._beat_period_s))
+        earlier = self.open.get(session.peer)
         self.open[session.peer] = session
         self._handler.joined(session)
+        if earlier is not None:
+            await earlier.stream.close()
         return session
 
     async def _read(self, session: Session) -> None:

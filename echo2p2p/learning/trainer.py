@@ -320,8 +320,7 @@ class GRPOTrainer:
         return build_model(policy_dir, dtype=torch.float32, device=self.settings.device, weights=True)
 
     def _prepare_thread(self) -> None:
-        # Both are a thread's own, and the learner may call from any thread of a pool.
-        torch.set_flush_denormal(True)
+        # A thread's own, and the caller may use any thread.
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
 

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from echo2p2p.data.trajectory import Group
 from echo2p2p.learning.checkpoint import Checkpoint, save
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
@@ -29,7 +31,10 @@ class ThreadTrainer:
         self._trainer = trainer
         self._checkpoints = checkpoints
         self._keep = keep
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        # Denormals would make a step on the CPU several times slower; the setting is the thread's own.
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="trainer", initializer=torch.set_flush_denormal, initargs=(True,)
+        )
 
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         return asdict(await self._call(lambda: self._trainer.train(groups)))
