@@ -77,26 +77,28 @@ class Directory:
 
     # --- publishing
 
-    async def publish_advert(self, advert: WorkerAdvert) -> bytes:
-        """Publish what this worker says of itself, and return it sealed.
+    async def publish(self, body: Body) -> bytes:
+        """Publish what this node says of itself or its run, once, and return it sealed.
 
         Raises:
             SwarmError: no node of the table took it.
-            RecordError: it is not a valid record, or longer than allowed.
+            RecordError: it is not a valid record, or longer than allowed, or not this node's to publish.
         """
-        return await self._publish(advert)
-
-    async def publish_learner(self, record: LearnerRecord) -> bytes:
-        """Publish the state of the run; for its own learner. Returns and raises as :meth:`publish_advert`."""
-        return await self._publish(record)
-
-    async def publish_manifest(self, record: ManifestRecord) -> bytes:
-        """Publish the newest version; for the run's own learner. As :meth:`publish_advert`."""
-        return await self._publish(record)
-
-    async def publish_run(self, record: RunRecord) -> bytes:
-        """Publish that the run exists; for its own learner. As :meth:`publish_advert`."""
-        return await self._publish(record)
+        value, record = self._seal(body)
+        if await self._store(value, record):
+            return value
+        key, me = record.key, self._network.peer_id
+        found = await self._network.find_records(key, timeout_s=self._store_timeout_s)
+        there = _believed(found, self._network.clock.unix()).get(me)
+        if there is not None and (there.sequence > self._sequence or there.sequence == record.sequence):
+            # Not made by this directory: from before a restart, say, when this machine's date was ahead.
+            self._sequence = there.sequence
+            value, record = self._seal(body)
+            if await self._store(value, record):
+                return value
+        elif there is not None and there.sequence > record.sequence:
+            return value  # a later call of this directory was faster; its word counts
+        raise SwarmError(f"no node of the table took the record under {key}")
 
     def seal(self, body: Body) -> bytes:
         """The sealed record of ``body``, newer than every one before, without publishing it.
@@ -125,7 +127,7 @@ class Directory:
             changed.clear()
             wait_s = self._ttl_s / 3 - pause_s
             try:
-                await self._publish(make_body())
+                await self.publish(make_body())
             except SwarmError as error:
                 log.warning("a record of this node is not in the table: %s", error)
                 wait_s = self._ttl_s / 15
@@ -139,26 +141,9 @@ class Directory:
     async def retire(self, advert: WorkerAdvert) -> None:
         """Tell the run that this worker leaves. Never raises a SwarmError: the advert expires anyway."""
         try:
-            await self._publish(msgspec.structs.replace(advert, state=_LEAVING))
+            await self.publish(msgspec.structs.replace(advert, state=_LEAVING))
         except SwarmError as error:
             log.info("left without a word: %s", error)
-
-    async def _publish(self, body: Body) -> bytes:
-        value, record = self._seal(body)
-        if await self._store(value, record):
-            return value
-        key, me = record.key, self._network.peer_id
-        found = await self._network.find_records(key, timeout_s=self._store_timeout_s)
-        there = _believed(found, self._network.clock.unix()).get(me)
-        if there is not None and (there.sequence > self._sequence or there.sequence == record.sequence):
-            # Not made by this directory: from before a restart, say, when this machine's date was ahead.
-            self._sequence = there.sequence
-            value, record = self._seal(body)
-            if await self._store(value, record):
-                return value
-        elif there is not None and there.sequence > record.sequence:
-            return value  # a later call of this directory was faster; its word counts
-        raise SwarmError(f"no node of the table took the record under {key}")
 
     def _seal(self, body: Body) -> tuple[bytes, Record]:
         now = self._network.clock.unix()

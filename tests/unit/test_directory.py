@@ -89,11 +89,11 @@ def clock(skew_s: float) -> VirtualClock:
 async def test_what_is_published_is_found(world: World) -> None:
     learner, reader = world.directory(world.learner), world.directory()
     assert (await reader.learner(1), await reader.manifest(1), await reader.workers(1)) == (None, None, {})
-    await learner.publish_run(RunRecord(world.run, "arithmetic"))
-    await learner.publish_learner(LEARNER)
-    sealed = await learner.publish_manifest(MANIFEST)
+    await learner.publish(RunRecord(world.run, "arithmetic"))
+    await learner.publish(LEARNER)
+    sealed = await learner.publish(MANIFEST)
     worker = world.swarm.add_peer()
-    await world.directory(worker).publish_advert(ADVERT)
+    await world.directory(worker).publish(ADVERT)
     assert await reader.learner(1) == LEARNER
     assert await reader.workers(1) == {worker.peer_id: ADVERT}
     assert await Directory.runs(world.learner, 1) == [world.run]
@@ -107,7 +107,7 @@ async def test_what_is_published_is_found(world: World) -> None:
 async def test_a_hundred_workers_spread_over_all_shards(world: World) -> None:
     workers = [world.swarm.add_peer() for _ in range(100)]
     for worker in workers:
-        await world.directory(worker).publish_advert(ADVERT)
+        await world.directory(worker).publish(ADVERT)
     shards = [
         len(await world.learner.find_records(Keys(world.run).worker_shard(shard), timeout_s=1))
         for shard in range(WORKER_SHARDS)
@@ -120,8 +120,8 @@ async def test_a_hundred_workers_spread_over_all_shards(world: World) -> None:
 
 @virtual
 async def test_records_that_are_not_renewed_vanish(world: World) -> None:
-    await world.directory(world.learner).publish_learner(LEARNER)
-    await world.directory().publish_advert(ADVERT)
+    await world.directory(world.learner).publish(LEARNER)
+    await world.directory().publish(ADVERT)
     reader = world.directory()
     await asyncio.sleep(89)
     assert await reader.learner(1) == LEARNER
@@ -135,9 +135,9 @@ async def test_records_that_are_not_renewed_vanish(world: World) -> None:
 async def test_only_the_learner_of_a_run_may_speak_for_it(world: World) -> None:
     stranger = world.directory()
     for publish in (
-        stranger.publish_learner(LEARNER),
-        stranger.publish_manifest(MANIFEST),
-        stranger.publish_run(RunRecord(world.run, "arithmetic")),
+        stranger.publish(LEARNER),
+        stranger.publish(MANIFEST),
+        stranger.publish(RunRecord(world.run, "arithmetic")),
     ):
         with pytest.raises(RecordError, match="may not stand"):
             await publish
@@ -147,7 +147,7 @@ async def test_only_the_learner_of_a_run_may_speak_for_it(world: World) -> None:
 async def test_what_nobody_would_believe_is_not_published(world: World) -> None:
     directory = world.directory()
     with pytest.raises(RecordError):
-        await directory.publish_advert(msgspec.structs.replace(ADVERT, price_per_hour=float("nan")))
+        await directory.publish(msgspec.structs.replace(ADVERT, price_per_hour=float("nan")))
     with pytest.raises(RecordError):
         directory.seal(msgspec.structs.replace(ADVERT, state="asleep"))
 
@@ -159,7 +159,7 @@ async def test_sequences_grow_across_a_restart(world: World) -> None:
     for price in (0.1, 0.2, 0.3):
         directory = world.directory(worker)  # a fresh process: it remembers nothing
         for _ in range(3):
-            sealed = await directory.publish_advert(msgspec.structs.replace(ADVERT, price_per_hour=price))
+            sealed = await directory.publish(msgspec.structs.replace(ADVERT, price_per_hour=price))
             record = check(sealed, owner=worker.peer_id, now_unix=worker.clock.unix())
             sequences.append(record.sequence)
         await asyncio.sleep(0.01)
@@ -170,11 +170,11 @@ async def test_sequences_grow_across_a_restart(world: World) -> None:
 @virtual
 async def test_a_restart_with_an_earlier_date_still_gets_through(world: World) -> None:
     ahead = world.swarm.add_peer(clock=clock(20))
-    await world.directory(ahead).publish_advert(ADVERT)
+    await world.directory(ahead).publish(ADVERT)
     await ahead.close()
     again = world.swarm.add_peer(ahead.identity)
     changed = msgspec.structs.replace(ADVERT, state="active")
-    await world.directory(again).publish_advert(changed)
+    await world.directory(again).publish(changed)
     assert await world.directory().workers(1) == {again.peer_id: changed}
 
 
@@ -184,7 +184,7 @@ async def test_of_two_stores_at_once_the_later_one_counts(world: World) -> None:
     directory = world.directory(worker)
     world.swarm.lookup_delay_s = 5
     async with asyncio.TaskGroup() as group:
-        slow = group.create_task(directory.publish_advert(ADVERT))
+        slow = group.create_task(directory.publish(ADVERT))
         await asyncio.sleep(1)
         world.swarm.lookup_delay_s = 1
         await directory.retire(ADVERT)
@@ -196,8 +196,8 @@ async def test_of_two_stores_at_once_the_later_one_counts(world: World) -> None:
 async def test_an_older_record_handed_out_later_changes_nothing(world: World) -> None:
     worker = world.swarm.add_peer()
     directory, reader = world.directory(worker), world.directory()
-    old = await directory.publish_advert(ADVERT)
-    new = await directory.publish_advert(msgspec.structs.replace(ADVERT, state="active"))
+    old = await directory.publish(ADVERT)
+    new = await directory.publish(msgspec.structs.replace(ADVERT, state="active"))
     assert (await reader.workers(1))[worker.peer_id].state == "active"
     key = Keys(world.run).worker(worker.peer_id)
     expires = check(old, owner=worker.peer_id, now_unix=worker.clock.unix()).expires_unix
@@ -297,14 +297,14 @@ async def test_a_table_that_does_not_answer_is_an_error_with_a_deadline(world: W
             await call
         assert loop.time() - started == pytest.approx(3)
     with pytest.raises(SwarmError):
-        await reader.publish_advert(ADVERT)
+        await reader.publish(ADVERT)
 
 
 @virtual
 async def test_a_watcher_hears_of_joins_changes_and_departures(world: World) -> None:
     first, second, third = (world.swarm.add_peer() for _ in range(3))
     keeping = asyncio.ensure_future(world.directory(first).keep(lambda: ADVERT))
-    await world.directory(second).publish_advert(ADVERT)
+    await world.directory(second).publish(ADVERT)
     watch = world.directory().watch_workers(10)
 
     async def look() -> WorkersSeen:
@@ -312,8 +312,8 @@ async def test_a_watcher_hears_of_joins_changes_and_departures(world: World) -> 
 
     seen = await look()
     assert set(seen.joined) == seen.workers.keys() == {first.peer_id, second.peer_id}
-    await world.directory(third).publish_advert(ADVERT)
-    await world.directory(second).publish_advert(msgspec.structs.replace(ADVERT, price_per_hour=9))
+    await world.directory(third).publish(ADVERT)
+    await world.directory(second).publish(msgspec.structs.replace(ADVERT, price_per_hour=9))
     seen = await look()
     assert (seen.joined, seen.left, seen.changed) == ((third.peer_id,), (), (second.peer_id,))
     # The second says goodbye, the third dies without a word.
@@ -336,7 +336,7 @@ async def test_a_watcher_hears_of_joins_changes_and_departures(world: World) -> 
 async def test_a_worker_that_has_left_is_not_brought_back_by_a_replay(world: World) -> None:
     worker, reader = world.swarm.add_peer(), world.directory()
     directory = world.directory(worker)
-    old = await directory.publish_advert(ADVERT)
+    old = await directory.publish(ADVERT)
     await directory.retire(ADVERT)
     assert await reader.workers(1) == {}
     world.swarm.table = type(world.swarm.table)(world.learner.clock)
@@ -349,7 +349,7 @@ async def test_a_worker_that_has_left_is_not_brought_back_by_a_replay(world: Wor
 @virtual
 async def test_one_silent_shard_makes_nobody_disappear(world: World) -> None:
     worker, reader = world.swarm.add_peer(), world.directory()
-    await world.directory(worker).publish_advert(ADVERT)
+    await world.directory(worker).publish(ADVERT)
     assert len(await reader.workers(1)) == 1
     silent = Keys(world.run).worker(worker.peer_id)
     find = reader._network.find_records
@@ -368,7 +368,7 @@ async def test_one_silent_shard_makes_nobody_disappear(world: World) -> None:
 @virtual
 async def test_readers_with_a_wrong_date_within_the_margin_find_everything(world: World) -> None:
     worker = world.swarm.add_peer()
-    await world.directory(worker).publish_advert(ADVERT)
+    await world.directory(worker).publish(ADVERT)
     for skew in (-30, 30):
         reader = Directory(world.swarm.add_peer(clock=clock(skew)), world.run)
         assert await reader.workers(1) == {worker.peer_id: ADVERT}
