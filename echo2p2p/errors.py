@@ -20,7 +20,8 @@
     ├── ResourceError             7
     │   ├── OutOfDisk
     │   └── OutOfMemory
-    └── EngineError                   the inference engine could not generate or install
+    ├── EngineError                   the inference engine could not generate or install
+    └── TaskError                     a task raised where it must not
 
 The message says what happened and with which value; ``hint`` says what to do about it.
 The command line prints both in one line and leaves with ``exit_code``.
@@ -117,4 +118,8 @@ class OutOfMemory(ResourceError):  # noqa: N818
 
 
 class EngineError(Echo2p2pError):
+    pass
+
+
+class TaskError(Echo2p2pError):
     pass

@@ -9,6 +9,7 @@ decides which. The command line calls it, and so can any program::
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -28,6 +29,8 @@ from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.records import Keys, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.store import DiskStore
+
+log = logging.getLogger("echo2p2p.roles")
 
 if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take seconds
     from collections.abc import AsyncIterator
@@ -149,6 +152,20 @@ async def run_learner(
             chunk_bytes=settings.weights.chunk_kib * 1024,
             keep_versions=settings.weights.keep_versions,
         )
+        await publisher.start()
+        state = None
+        if checkpoint is not None:
+            state = msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState)
+            newest = publisher.newest.manifest.version if publisher.newest else -1
+            if state.step < newest:
+                # Workers hold later versions than this policy. It goes on under a number that nobody has seen.
+                log.warning(
+                    "the checkpoint is of step %d, but version %d was published: the run goes on from it as %d",
+                    state.step,
+                    newest,
+                    newest + 1,
+                )
+                state = msgspec.structs.replace(state, step=newest + 1)
         learner = Learner(
             network,
             run,
@@ -162,10 +179,9 @@ async def run_learner(
             evaluate=Evaluator(
                 engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
             ),
-            state=msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState) if checkpoint else None,
+            state=state,
         )
         try:
-            await publisher.start()
             joined(network)
             with watch(events):
                 async with asyncio.TaskGroup() as tasks:
@@ -282,7 +298,9 @@ def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
         if not folder.is_dir():
             raise SettingsError(f"there is no checkpoint of step {resume} under {root}")
         return load(folder)
-    checkpoint, _ = load_latest(root)
+    checkpoint, damaged = load_latest(root)
+    for error in damaged:
+        log.warning("going on from an older checkpoint: %s", error)
     if checkpoint is None:
         raise SettingsError(f"there is no checkpoint under {root}", hint="leave --resume out to start a run")
     return checkpoint

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from pathlib import Path
 from typing import IO
 
 from echo2p2p.config import Settings, to_toml
-from echo2p2p.errors import SettingsError
+from echo2p2p.errors import OutOfDisk, SettingsError
 
 
 class RunDir:
@@ -71,7 +72,13 @@ class RunDir:
         return self.path / "policy"
 
     def write_settings(self, settings: Settings) -> None:
-        (self.path / "config.resolved.toml").write_text(to_toml(settings), encoding="utf-8")
+        """Raises OutOfDisk, or SettingsError if the folder cannot be written to."""
+        path = self.path / "config.resolved.toml"
+        try:
+            path.write_text(to_toml(settings), encoding="utf-8")
+        except OSError as error:
+            kind = OutOfDisk if error.errno == errno.ENOSPC else SettingsError
+            raise kind(f"{path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._lock.close()

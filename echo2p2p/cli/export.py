@@ -23,7 +23,7 @@ def command(version: str, folder: Path, run_dir: Path) -> None:
 
     The version is put together from verified chunks; nothing is written unless all of it is right.
     """
-    if version != "latest" and not version.isdigit():
+    if version != "latest" and not (version.isascii() and version.isdigit()):
         raise click.UsageError(f"VERSION is a number or 'latest', not {version!r}")
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"{folder} is not empty", hint="name a new folder")

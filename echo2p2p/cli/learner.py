@@ -11,7 +11,7 @@ from echo2p2p.cli.options import print_settings, resolve, settings_options, swar
 
 
 def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    if value is None or value == "latest" or value.isdigit():
+    if value is None or value == "latest" or (value.isascii() and value.isdigit()):
         return value
     raise click.BadParameter(f"{value!r} is neither 'latest' nor a step")
 

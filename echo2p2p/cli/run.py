@@ -12,9 +12,11 @@ import rich_click as click
 from click.exceptions import Exit
 
 from echo2p2p.errors import Echo2p2pError
+from echo2p2p.telemetry.text import clean
 
 T = TypeVar("T")
 
+MAX_LOG_CHARS = 2000
 STOP_GRACE_S = 20.0
 """A role that has been asked to stop may take this long to put its affairs in order."""
 
@@ -26,8 +28,15 @@ def setup_logging(verbose: int) -> None:
 
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
+    handler.addFilter(_clean_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("echo2p2p").setLevel(level)
+
+
+def _clean_record(record: logging.LogRecord) -> bool:
+    """What peers said may be part of a message; it must not move the cursor."""
+    record.msg, record.args = clean(record.getMessage(), MAX_LOG_CHARS), ()
+    return True
 
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:

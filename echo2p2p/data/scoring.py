@@ -6,10 +6,12 @@ check what a worker says by computing it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from echo2p2p.data.task import TRAIN, Task
+from echo2p2p.errors import TaskError
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a simulation does not need
     from echo2p2p.data.tokens import PolicyTokenizer
@@ -24,11 +26,11 @@ class Scorer(Protocol):
         ...
 
     def prompt_tokens(self, index: int, split: str = TRAIN) -> list[int]:
-        """The token ids of prompt ``index``."""
+        """The token ids of prompt ``index``. Raises TaskError if the task fails."""
         ...
 
     def reward(self, index: int, completion: Sequence[int], split: str = TRAIN) -> float:
-        """The reward of sampled token ids as a completion of prompt ``index``."""
+        """The reward of sampled token ids as a completion of prompt ``index``. Raises TaskError if the task fails."""
         ...
 
 
@@ -49,7 +51,20 @@ class TaskScorer:
         return self._vocab_size
 
     def prompt_tokens(self, index: int, split: str = TRAIN) -> list[int]:
-        return self._tokenizer.encode_prompt(self._task.prompt(index, split))
+        with _plugged_in(self._task, index):
+            text = self._task.prompt(index, split)
+        return self._tokenizer.encode_prompt(text)
 
     def reward(self, index: int, completion: Sequence[int], split: str = TRAIN) -> float:
-        return self._task.reward(index, self._tokenizer.decode_completion(completion), split)
+        text = self._tokenizer.decode_completion(completion)
+        with _plugged_in(self._task, index):
+            return self._task.reward(index, text, split)
+
+
+@contextmanager
+def _plugged_in(task: Task, index: int) -> Iterator[None]:
+    """A task may be anybody's code: whatever it raises must not end the node that asked it."""
+    try:
+        yield
+    except Exception as error:
+        raise TaskError(f"task {task.name} failed on prompt {index}: {error!r}") from error

@@ -25,7 +25,7 @@ WORK_PROTOCOL = "work"
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(max_length=512)]
-Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class TaskSpec(msgspec.Struct, frozen=True):
@@ -40,12 +40,17 @@ class TaskSpec(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """First message of a session. ``advert`` is the worker's sealed advert, as it stands in the table."""
+    """First message of a session.
+
+    ``advert`` is the worker's sealed advert, as it stands in the table; ``version`` and ``fingerprint`` are of the
+    weights that it holds from an earlier session (−1 and empty: none).
+    """
 
     run: Annotated[str, Meta(max_length=130)]
     protocol: Count
     advert: Annotated[bytes, Meta(max_length=4096)]
     version: Version
+    fingerprint: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 class Advertise(msgspec.Struct, frozen=True, tag="advertise"):
@@ -98,9 +103,14 @@ FromWorker = Join | Advertise | Ready | Submit | Decline | Beat
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The session stands. ``beat_period_s``: send a sign of life at least this often."""
+    """The session stands.
+
+    ``beat_period_s``: send a sign of life at least this often. ``version``: the version that the learner takes
+    this worker to hold, −1 if it does not know the weights that the worker named: then they count for nothing.
+    """
 
     task: TaskSpec
+    version: Version
     beat_period_s: Annotated[float, Meta(gt=0, le=3600)]
 
 

@@ -7,12 +7,15 @@ that a worker claims about its own work is believed where it can be computed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory
+from echo2p2p.errors import TaskError
 from echo2p2p.learning.ledger import PromptLedger
 
 REWARD_TOLERANCE = 1e-6
@@ -34,6 +37,9 @@ class Refusal(StrEnum):
     LENGTH = "longer than allowed"
     LOGPROBS = "log-probabilities implausible"
     REWARD = "reward does not match its recomputation"
+    UNPROVEN = "of a version that the sender has not proved to hold"
+    OUTDATED = "of an older version than its lease asked for"
+    TASK = "the task could not score it"
     FULL = "replay buffer full"
 
 
@@ -44,7 +50,7 @@ def check_claim(
     sender: str,
     ledger: PromptLedger,
     learner_version: int,
-    published_version: int,
+    proved: Collection[int],
     staleness: int,
 ) -> Refusal | None:
     """The cheap part: lease, duplicate, window.
@@ -52,24 +58,33 @@ def check_claim(
     Args:
         sender: the authenticated peer at the other end of the stream.
         learner_version: v_t.
-        published_version: the newest version that any worker can hold.
+        proved: the published versions whose weights the sender has shown to hold.
         staleness: S.
     """
     if ledger.holder(lease, group.index) != sender:
         return Refusal.DUPLICATE if ledger.is_settled(group.index) else Refusal.NOT_LEASED
     if group.version < learner_version - staleness:
         return Refusal.STALE
-    if any(s.version_max > published_version or s.version_min > s.version_max for s in group.samples):
+    if any(s.version_min > s.version_max or s.version_max > learner_version for s in group.samples):
         return Refusal.UNPUBLISHED
+    if any(s.version_min not in proved or s.version_max not in proved for s in group.samples):
+        return Refusal.UNPROVEN
+    if group.version < ledger.min_version(lease):
+        return Refusal.OUTDATED
     return None
 
 
-def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int) -> Refusal | None:
-    """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop."""
+def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int) -> Group | Refusal:
+    """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop.
+
+    Returns:
+        The group with its rewards as recomputed (a tolerance must not become an advantage), or why not.
+    """
     if len(group.samples) != n_samples:
         return Refusal.SAMPLES
     if group.prompt != scorer.prompt_tokens(group.index):
         return Refusal.PROMPT
+    samples = []
     for sample in group.samples:
         if len(sample.completion) > max_new_tokens:
             return Refusal.LENGTH
@@ -78,9 +93,14 @@ def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_toke
         if not plausible_logprobs(sample):
             return Refusal.LOGPROBS
         # Written so that a NaN is refused: no comparison with one is true.
-        if not abs(scorer.reward(group.index, sample.completion) - sample.reward) <= REWARD_TOLERANCE:
+        try:
+            reward = scorer.reward(group.index, sample.completion)
+        except TaskError:
+            return Refusal.TASK
+        if not abs(reward - sample.reward) <= REWARD_TOLERANCE:
             return Refusal.REWARD
-    return None
+        samples.append(msgspec.structs.replace(sample, reward=reward))
+    return msgspec.structs.replace(group, samples=samples)
 
 
 def plausible_logprobs(sample: Trajectory) -> bool:

@@ -96,7 +96,8 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     temporary.rename(final)
     _sync(root)
     _remove(replaced)
-    for old in _folders(root)[max(1, keep) :]:
+    others = [folder for folder in _folders(root) if folder != final]
+    for old in others[max(1, keep) - 1 :]:
         shutil.rmtree(old)
     return final
 

@@ -17,17 +17,23 @@ from collections import Counter
 
 from echo2p2p.config import LearnerSettings
 from echo2p2p.data.scoring import Scorer
-from echo2p2p.data.trajectory import Sampling
+from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.data.work import Beat, Decline, FromWorker, Lease, Ready, Submit, Verdict
 from echo2p2p.learning.admission import Refusal, check_claim, check_contents
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.replay import Entry, ReplayBuffer
-from echo2p2p.learning.sessions import Session
+from echo2p2p.learning.sessions import SMALL_MESSAGE_BYTES, Session
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
 MIN_OUTSTANDING_GROUPS = 2
 """A worker always has the next group while it generates one: otherwise each round trip is idle time."""
+BYTES_PER_TOKEN = 12
+"""On the wire: at most 5 for the id, 4 for its log-probability, and something to spare."""
+SAMPLE_OVERHEAD_BYTES = 512
+PROMPT_BYTES = 8 * 2**20
+DECLINERS_TO_SET_ASIDE = 3
+DECLINED_FOLLOWED = 4096
 REFUSALS_LOGGED = 100
 """Of one session; a worker that sends nothing but rubbish must not fill the disk with our complaints."""
 WAIT_REPORT_S = 30.0
@@ -69,6 +75,7 @@ class Dispatcher:
         self._arrived = asyncio.Event()
         self._sessions: dict[str, Session] = {}
         self._training = False
+        self._decliners: dict[int, set[str]] = {}
         self.version = 0
         self.published = -1
         self.t_train_s = t_train_s
@@ -88,7 +95,16 @@ class Dispatcher:
     # --- sessions -----------------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
+        """A worker is there, or there again: what it was leased is its own as before."""
         self._sessions[session.peer] = session
+        self._ledger.restore(session.peer)
+
+    def max_message_bytes(self, session: Session) -> int:
+        """What a group of this run can amount to, for a worker that holds leases; little for the others."""
+        if not self._ledger.outstanding(session.peer):
+            return SMALL_MESSAGE_BYTES
+        per_sample = self._settings.max_new_tokens * BYTES_PER_TOKEN + SAMPLE_OVERHEAD_BYTES
+        return SMALL_MESSAGE_BYTES + PROMPT_BYTES + self._settings.samples_per_prompt * per_sample
 
     def remove(self, session: Session) -> None:
         """Its leases stay open for one beat period, in case it was only the connection that went."""
@@ -102,12 +118,8 @@ class Dispatcher:
         if isinstance(message, Submit):
             await self._admit(session, message)
         elif isinstance(message, Decline):
-            for index in message.indices:
-                if self._ledger.holder(message.lease, index) == session.peer:
-                    self._ledger.give_back(message.lease, index)
-                    self.dropped["declined by the worker"] += 1
+            self._declined(session, message)
         elif isinstance(message, Ready):
-            session.version = message.version
             if self._ledger.outstanding(session.peer):
                 session.started_work(self._clock.monotonic())
         elif isinstance(message, Beat):
@@ -119,17 +131,20 @@ class Dispatcher:
 
     def top_up(self) -> None:
         """Lease work to every active worker that has too little, as far as the window allows."""
-        for worker, groups in self._ledger.expire(self._clock.monotonic()):
+        now = self._clock.monotonic()
+        for worker, groups in self._ledger.expire(now):
             self.dropped["lease expired"] += groups
             if worker in self._sessions:
-                self._sessions[worker].stopped_work()
+                self._sessions[worker].failed(
+                    now, lost_s=self._settings.lease_s, mean_tokens=self.mean_tokens
+                )
         active = [s for s in self._sessions.values() if s.active]
         active.sort(key=lambda s: self._ledger.outstanding(s.peer) / max(s.mu(self.mean_tokens), 1e-9))
         for session in active:
             self._top_up(session)
 
     def _top_up(self, session: Session) -> None:
-        if session.active and self.published >= 0:
+        if session.active and self.published >= 0 and self._clock.monotonic() >= session.not_before:
             n = min(self._shortfall(session), self._room(session))
             if n > 0:
                 self._lease(session, n, self._clock.monotonic())
@@ -139,14 +154,19 @@ class Dispatcher:
         ahead_s = min(self.t_train_s, self._settings.lease_s / 2)
         rate = session.mu(self.mean_tokens) / self._settings.samples_per_prompt
         wanted = max(MIN_OUTSTANDING_GROUPS, round(rate * ahead_s))
+        if session.rate is None:
+            # Nothing but an announcement: a fair share of one step, until something has come of it.
+            active = sum(1 for other in self._sessions.values() if other.active)
+            wanted = min(wanted, max(MIN_OUTSTANDING_GROUPS, -(-self._group_quota // max(1, active))))
         return wanted - self._ledger.outstanding(session.peer)
 
     def _room(self, session: Session) -> int:
         """Groups that may join the line now without being stale when their turn comes."""
         backlog = self.buffered + self.leased
         if self._sequential:
-            return self._group_quota - backlog if self.published == self.version else 0
-        generating = max(min(session.version, self.published), self._min_version())
+            drawing = not self._training and self.published == self.version
+            return self._group_quota - backlog if drawing else 0
+        generating = max(session.version, self._min_version())
         next_version = self.version + (1 if self._training else 0)
         steps_in_window = generating + self._settings.staleness - next_version + 1
         steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
@@ -162,7 +182,9 @@ class Dispatcher:
     def _lease(self, session: Session, n: int, now: float) -> None:
         duration_s = self._settings.lease_s
         min_version = self._min_version()
-        number, indices = self._ledger.lease(session.peer, n, now=now, duration_s=duration_s)
+        number, indices = self._ledger.lease(
+            session.peer, n, now=now, duration_s=duration_s, min_version=min_version
+        )
         session.leased(number, now)
         if session.version >= min_version:
             session.started_work(now)
@@ -182,13 +204,13 @@ class Dispatcher:
                 sender=session.peer,
                 ledger=self._ledger,
                 learner_version=self.version,
-                published_version=self.published,
+                proved=session.proved,
                 staleness=self._settings.staleness,
             )
 
         refusal = claim()
         if refusal is None:
-            refusal = await self._clock.offload(
+            verified = await self._clock.offload(
                 lambda: check_contents(
                     group,
                     scorer=self._scorer,
@@ -197,9 +219,10 @@ class Dispatcher:
                 )
             )
             # The lease may have run out, and the learner moved on, while the contents were checked.
-            refusal = refusal or claim()
-        if refusal is None and not self._replay.add(Entry(group, session.peer)):
-            refusal = Refusal.FULL
+            refusal = verified if isinstance(verified, Refusal) else claim()
+            if refusal is None and isinstance(verified, Group):
+                group = verified
+                refusal = None if self._replay.add(Entry(group, session.peer)) else Refusal.FULL
         held = self._ledger.holder(submit.lease, group.index) == session.peer
         if refusal is None:
             self._ledger.accept(submit.lease, group.index)
@@ -221,6 +244,28 @@ class Dispatcher:
             mean_tokens=self.mean_tokens,
         )
         session.tell(Verdict(submit.lease, group.index, refusal.value if refusal else ""))
+
+    def _declined(self, session: Session, message: Decline) -> None:
+        """Prompts come back. One that several workers could not roll out is set aside for good."""
+        held = [i for i in message.indices if self._ledger.holder(message.lease, i) == session.peer]
+        for index in held:
+            decliners = self._decliners.setdefault(index, set())
+            decliners.add(session.peer)
+            if len(decliners) >= DECLINERS_TO_SET_ASIDE:
+                self._ledger.set_aside(message.lease, index)
+                del self._decliners[index]
+                self.dropped["set aside: no worker could roll it out"] += 1
+            else:
+                self._ledger.give_back(message.lease, index)
+                self.dropped["declined by the worker"] += 1
+        while len(self._decliners) > DECLINED_FOLLOWED:
+            del self._decliners[next(iter(self._decliners))]
+        if held:
+            session.declined(
+                self._clock.monotonic(),
+                longest_pause_s=self._settings.lease_s,
+                mean_tokens=self.mean_tokens,
+            )
 
     # --- batches ------------------------------------------------------------------------------------
 

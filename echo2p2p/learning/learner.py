@@ -7,6 +7,7 @@ steps train.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -16,7 +17,8 @@ import msgspec
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
-from echo2p2p.data.work import Activate, FromWorker, Ready, TaskSpec
+from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
+from echo2p2p.errors import SettingsError, SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
@@ -31,14 +33,16 @@ from echo2p2p.learning.status import (
     serve_status,
     worker_status,
 )
+from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import LearnerRecord, RunRecord
+from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.publisher import WeightPublisher
 from echo2p2p.weights.snapshot import Snapshot
 
+log = logging.getLogger("echo2p2p.learner")
 T = TypeVar("T")
 
 MAX_GONE_KEPT = 256
@@ -98,9 +102,15 @@ class Learner:
         )
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
-        task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
+        self._task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
+        if self._state.task not in (None, self._task):
+            raise SettingsError(
+                f"the checkpoint belongs to another task: {self._state.task}, the settings say {self._task}",
+                hint="resume with the task that the run was started with, or start a new run",
+            )
+        self._rates: dict[PeerId, RateEstimator] = {}
         self._sessions = WorkSessions(
-            network, run, task, self, beat_period_s=options.beat_period_s, max_sessions=options.max_workers
+            network, run, self, beat_period_s=options.beat_period_s, max_sessions=options.max_workers
         )
         self._provisioner = Provisioner(
             settings.provisioning,
@@ -125,6 +135,7 @@ class Learner:
             events=events,
         )
         self._stop = asyncio.Event()
+        self._life = "running"
         self._t_train_s = self._state.t_train_s
         self._t_idle_s = self._state.t_idle_s
         self._reward_before = self._state.reward_before
@@ -194,6 +205,8 @@ class Learner:
             await self._sessions.say_goodbye(reason, retry=not finished)
             for task in background:
                 task.cancel()
+        self._life = "finished" if finished else "stopped"
+        await self._last_word()
         return finished
 
     # --- training -----------------------------------------------------------------------------------
@@ -308,11 +321,19 @@ class Learner:
             spend_usd=self._provisioner.spending.usd,
             all_on_usd=self._provisioner.spending.all_on_usd,
             dropped=dict(self._dispatcher.dropped),
+            task=self._task,
         )
         return Capture(self.step, snapshot, trainer, msgspec.msgpack.encode(state))
 
     def _run_record(self) -> RunRecord:
         return RunRecord(self._run, self._settings.task.name)
+
+    async def _last_word(self) -> None:
+        """Leave in the table how the run ended, for workers that missed the goodbye."""
+        try:
+            await self._directory.publish(self._learner_record(), ttl_s=MAX_RECORD_LIFETIME_S)
+        except SwarmError as error:
+            log.info("nobody keeps the record of the run's end: %s", error)
 
     def _learner_record(self) -> LearnerRecord:
         options = self._settings.learner
@@ -324,6 +345,7 @@ class Learner:
             step=self.step,
             max_steps=options.steps,
             published_version=self._dispatcher.published,
+            state=self._life,
             active_workers=len(self._provisioner.active),
             mu_pool=min(self._provisioner.mu_pool, 1e9),
             mu_target=min(self._provisioner.mu_target, 1e9),
@@ -354,8 +376,11 @@ class Learner:
 
     # --- sessions -----------------------------------------------------------------------------------
 
-    def joined(self, session: Session) -> None:
+    def welcome(self, session: Session, join: Join) -> Welcome:
         self._provisioner.account()
+        session.rate = session.rate or self._rates.pop(session.peer, None)
+        if self._publication.knows(join.version, join.fingerprint):
+            session.prove(join.version)
         self._dispatcher.add(session)
         advert = session.advert
         self._events.emit(
@@ -366,6 +391,15 @@ class Learner:
             tokens_per_s=advert.tokens_per_s,
             upload_mbit=advert.upload_mbit,
         )
+        self._provisioner.pool_changed()
+        return Welcome(self._task, session.version, self._settings.learner.beat_period_s)
+
+    def max_message_bytes(self, session: Session) -> int:
+        return self._dispatcher.max_message_bytes(session)
+
+    def advertised(self, session: Session, advert: WorkerAdvert) -> None:
+        self._provisioner.account()
+        session.advertised(advert)
         self._provisioner.pool_changed()
 
     async def received(self, session: Session, message: FromWorker) -> None:
@@ -382,8 +416,11 @@ class Learner:
             worker_status(session, self._dispatcher.mean_tokens),
             self._clock.monotonic(),
         )
-        while len(self._gone) > MAX_GONE_KEPT:
-            del self._gone[next(iter(self._gone))]
+        if session.rate is not None:
+            self._rates[session.peer] = session.rate  # what was measured outlives the connection
+        for kept in (self._gone, self._rates):
+            while len(kept) > MAX_GONE_KEPT:
+                del kept[next(iter(kept))]
         self._events.emit("worker_left", worker=session.peer, reason=reason)
         self._provisioner.pool_changed()
 

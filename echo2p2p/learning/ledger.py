@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LeaseState:
-    """One lease: who holds it, until when (monotonic seconds), and which of its indices are still out."""
+    """One lease: who holds it, until when (monotonic seconds), and which of its indices are still out.
+
+    ``expires_at`` lies before ``granted_until`` while its worker is gone. ``min_version`` is the oldest version
+    that may have generated what it brings.
+    """
 
     worker: str
+    granted_until: float
     expires_at: float
+    min_version: int
     open: set[int] = field(default_factory=set)
 
 
@@ -67,7 +73,9 @@ class PromptLedger:
         """Indices that are out with ``worker``."""
         return self._outstanding[worker]
 
-    def lease(self, worker: str, n: int, *, now: float, duration_s: float) -> tuple[int, list[int]]:
+    def lease(
+        self, worker: str, n: int, *, now: float, duration_s: float, min_version: int = 0
+    ) -> tuple[int, list[int]]:
         """Give ``worker`` the ``n`` lowest free indices.
 
         Returns:
@@ -76,7 +84,8 @@ class PromptLedger:
         indices = [self._take_free() for _ in range(n)]
         number = self._next_lease
         self._next_lease += 1
-        self._leases[number] = LeaseState(worker, now + duration_s, set(indices))
+        until = now + duration_s
+        self._leases[number] = LeaseState(worker, until, until, min_version, set(indices))
         self._outstanding[worker] += n
         return number, indices
 
@@ -84,6 +93,10 @@ class PromptLedger:
         """Who holds ``index`` under ``lease``; None if nobody does (any more)."""
         state = self._leases.get(lease)
         return state.worker if state and index in state.open else None
+
+    def min_version(self, lease: int) -> int:
+        """The oldest version that may roll out an open lease."""
+        return self._leases[lease].min_version
 
     def is_settled(self, index: int) -> bool:
         """Whether a group of this index is buffered or trained already."""
@@ -130,6 +143,18 @@ class PromptLedger:
         for lease in self._leases.values():
             if lease.worker == worker:
                 lease.expires_at = min(lease.expires_at, expires_at)
+
+    def restore(self, worker: str) -> None:
+        """``worker`` is back: its leases last as long as they were granted for."""
+        for lease in self._leases.values():
+            if lease.worker == worker:
+                lease.expires_at = lease.granted_until
+
+    def set_aside(self, lease: int, index: int) -> None:
+        """Nobody can roll ``index`` out: it counts as trained, so that it is never leased again."""
+        self._close(lease, index)
+        self._buffered.add(index)
+        self.train([index])
 
     def state(self) -> LedgerState:
         return LedgerState(self._frontier, tuple(sorted(self._beyond)))

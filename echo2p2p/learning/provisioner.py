@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from statistics import median
 
 from echo2p2p.config import LearnerSettings, ProvisioningSettings
 from echo2p2p.data.work import Standby
@@ -19,6 +20,7 @@ from echo2p2p.provisioning.estimators import DurationEstimator
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
+BELIEVABLE_SPEEDUP = 10.0
 FIRST_DECISION_DEADLINE_S = 120.0
 """After this long the run starts with the workers that are there, even if fewer than ``min_workers``."""
 
@@ -94,7 +96,7 @@ class Provisioner:
 
     @property
     def spend_per_hour(self) -> float:
-        return sum(session.advert.price_per_hour for session in self.active)
+        return sum(session.price_per_hour for session in self.active)
 
     async def wait_active(self) -> bool:
         """True once a worker has been activated; there is no deadline, a run waits for its workers."""
@@ -106,10 +108,10 @@ class Provisioner:
 
     def account(self) -> None:
         """Bring the spending up to date; called before anybody's state or presence changes."""
-        prices = {True: dict[str, float](), False: dict[str, float]()}
+        per_hour = {True: 0.0, False: 0.0}
         for session in self._sessions.values():
-            prices[session.active][session.peer] = session.advert.price_per_hour
-        self.spending.advance(self._clock.monotonic(), prices[True], prices[False])
+            per_hour[session.active] += session.price_per_hour
+        self.spending.advance(self._clock.monotonic(), per_hour[True], per_hour[False])
 
     async def run(self) -> None:
         """Decide every period, and at once when the pool changes, until cancelled."""
@@ -127,14 +129,19 @@ class Provisioner:
     def decide(self) -> None:
         """One turn: compare the pool with the target, activate and release."""
         self.account()
-        mean_tokens = self._mean_tokens()
-        candidates = [session.candidate(mean_tokens) for session in self._sessions.values()]
+        for session in self.active:
+            if session.raised_its_price:
+                # It was chosen at another price; at this one it is a candidate like any other.
+                session.release()
+                session.advertised(session.advert)
+                session.tell(Standby())
+        candidates = self._candidates()
         decision = self._activator.decide(self._clock.monotonic(), candidates, self.mu_target)
         for peer in decision.release:
-            self._sessions[peer].active = False
+            self._sessions[peer].release()
             self._sessions[peer].tell(Standby())
         for peer in decision.activate:
-            self._sessions[peer].active = True
+            self._sessions[peer].activate()
             self._activated(self._sessions[peer])
             self._any_active.set()
         if decision.activate or decision.release:
@@ -143,7 +150,7 @@ class Provisioner:
     def report(self, reason: str, candidates: list[Candidate] | None = None) -> None:
         """Write down who is active, and the whole pool in the order in which it would be activated."""
         if candidates is None:
-            candidates = [session.candidate(self._mean_tokens()) for session in self._sessions.values()]
+            candidates = self._candidates()
         reachable = sum(candidate.mu for candidate in candidates)
         self._events.emit(
             "activation",
@@ -164,6 +171,13 @@ class Provisioner:
             feasible=reachable >= self.mu_target,
             reason=reason,
         )
+
+    def _candidates(self) -> list[Candidate]:
+        """Everybody; a speed that is only announced counts up to a few times the median of those measured."""
+        mean_tokens = self._mean_tokens()
+        measured = [s.mu(mean_tokens) for s in self._sessions.values() if s.rate is not None]
+        believable = BELIEVABLE_SPEEDUP * median(measured) if measured else math.inf
+        return [s.candidate(mean_tokens, believable=believable) for s in self._sessions.values()]
 
     def _may_start(self) -> bool:
         """The first choice waits for ``min_workers``, so that it is one between offers, not a race."""

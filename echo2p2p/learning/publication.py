@@ -131,20 +131,24 @@ class Publication:
         await self._newer.wait()
         await self._directory.keep(self._newest_record, changed=self._newer)
 
+    def knows(self, version: int, fingerprint: str) -> bool:
+        """Whether weights of this fingerprint were published as ``version`` (lately)."""
+        return self._fingerprints.get(version) == fingerprint
+
     def on_ready(self, session: Session, message: Ready) -> bool:
         """A worker says that it holds a version; False if that is not news, or not true."""
         if not session.version < message.version <= self._dispatcher.published:
             return False
-        expected = self._fingerprints.get(message.version)
-        if expected is not None and message.fingerprint != expected:
+        if not self.knows(message.version, message.fingerprint):
             log.warning(
                 "worker %s holds other weights than were published as version %d: %s instead of %s",
                 session.peer,
                 message.version,
                 message.fingerprint,
-                expected,
+                self._fingerprints.get(message.version, "one that is forgotten"),
             )
             return False
+        session.prove(message.version)
         self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
         self.chunk_bytes["learner"] += message.bytes_from_learner
         self.chunk_bytes["peers"] += message.bytes_from_peers

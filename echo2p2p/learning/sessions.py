@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Protocol
 
 from echo2p2p.data.work import (
@@ -19,23 +20,25 @@ from echo2p2p.data.work import (
     FromWorker,
     Goodbye,
     Join,
-    TaskSpec,
     Welcome,
 )
-from echo2p2p.errors import Echo2p2pError, ProtocolError, RecordError
+from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, ProtocolError, RecordError
 from echo2p2p.provisioning.activation import Candidate
 from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
-from echo2p2p.swarm.records import WorkerAdvert, check
+from echo2p2p.swarm.records import WorkerAdvert, check_live
 
 log = logging.getLogger("echo2p2p.learner")
 
 JOIN_TIMEOUT_S = 15.0
 MAX_JOIN_BYTES = 16 * 1024
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-"""One group: at most this much. 16 samples of 8,192 tokens are about 1 MiB."""
+SMALL_MESSAGE_BYTES = 64 * 1024
+"""Enough for everything but a group."""
+WRITE_TIMEOUT_S = 30.0
+VERSIONS_PROVED = 64
+DECLINE_PAUSE_S = 1.0
 OUTBOX_MESSAGES = 1024
 MISSED_BEATS = 3
 LEASES_TIMED = 256
@@ -47,25 +50,56 @@ class Session:
 
     Attributes:
         version: the newest version it proved to have installed; −1 for none.
-        active: whether it is paid now.
+        proved: all versions it proved to have installed, the newest few.
+        active: whether it is paid now, at ``price_per_hour``.
+        not_before: no lease before this (monotonic seconds): it handed some back.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
     """
 
-    def __init__(self, stream: Stream, advert: WorkerAdvert, version: int) -> None:
+    def __init__(self, stream: Stream, advert: WorkerAdvert, rate: RateEstimator | None = None) -> None:
         self.peer: PeerId = stream.remote
         self.advert = advert
-        self.version = version
+        self.proved: list[int] = []
         self.active = False
+        self.price_per_hour = advert.price_per_hour
+        self.not_before = 0.0
         self.accepted = 0
         self.refused = 0
         self.stream = stream
         self._outbox: asyncio.Queue[FromLearner] = asyncio.Queue(OUTBOX_MESSAGES)
         self._overflow = asyncio.Event()
-        self._rate: RateEstimator | None = None
+        self.rate = rate
+        self._declined = 0
         self._busy_since: float | None = None
         self._leased_at: dict[int, float] = {}
         self.turnaround = DurationEstimator(0.0)
+
+    @property
+    def version(self) -> int:
+        return self.proved[-1] if self.proved else -1
+
+    def prove(self, version: int) -> None:
+        """The worker has shown that it holds the published weights of ``version``."""
+        self.proved = [*self.proved, version][-VERSIONS_PROVED:]
+
+    def activate(self) -> None:
+        """Paid from now on, at the price that it announces now; a later raise does not count."""
+        self.active = True
+        self.price_per_hour = self.advert.price_per_hour
+
+    def release(self) -> None:
+        self.active = False
+
+    def advertised(self, advert: WorkerAdvert) -> None:
+        """A new advert: a lower price counts at once, a higher one at the next activation."""
+        self.advert = advert
+        if not self.active or advert.price_per_hour < self.price_per_hour:
+            self.price_per_hour = advert.price_per_hour
+
+    @property
+    def raised_its_price(self) -> bool:
+        return self.active and self.advert.price_per_hour > self.price_per_hour
 
     def tell(self, message: FromLearner) -> None:
         """Queue ``message``. A full outbox means that the worker stopped reading: its session ends."""
@@ -77,7 +111,12 @@ class Session:
     async def write_outbox(self) -> None:
         """Send what is queued, in order, until cancelled."""
         while True:
-            await send(self.stream, await self._outbox.get())
+            message = await self._outbox.get()
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await send(self.stream, message)
+            except TimeoutError:
+                raise DeadlineExceeded(f"worker {self.peer} does not read its messages") from None
             self._outbox.task_done()
 
     async def flush(self) -> None:
@@ -106,29 +145,57 @@ class Session:
         """A group came; ``accepted_rollouts`` is 0 if it was refused."""
         if lease in self._leased_at:
             self.turnaround.observe(now - self._leased_at[lease])
-        if self._rate is None:
-            self._rate = RateEstimator(self._announced(mean_tokens))
-        self._rate.observe(accepted_rollouts, now - self._busy_since if self._busy_since is not None else 0.0)
+        busy_s = now - self._busy_since if self._busy_since is not None else 0.0
+        self._observe(accepted_rollouts, busy_s, mean_tokens)
         self._busy_since = now if still_busy else None
+        if accepted_rollouts:
+            self._declined = 0
 
-    def stopped_work(self) -> None:
+    def failed(self, now: float, *, lost_s: float, mean_tokens: float) -> None:
+        """A lease ran out or came back empty: at least ``lost_s`` that brought nothing."""
+        busy_s = now - self._busy_since if self._busy_since is not None else 0.0
+        self._observe(0, max(lost_s, busy_s), mean_tokens)
         self._busy_since = None
+
+    def declined(self, now: float, *, longest_pause_s: float, mean_tokens: float) -> None:
+        """It handed prompts back. The next lease waits, twice as long each time in a row."""
+        self._declined += 1
+        pause_s = min(longest_pause_s, DECLINE_PAUSE_S * 2 ** min(self._declined - 1, 16))
+        self.not_before = now + pause_s
+        self.failed(now, lost_s=pause_s, mean_tokens=mean_tokens)
 
     def mu(self, mean_tokens: float) -> float:
         """Rollouts a second: as measured, or as announced until something has been."""
-        return self._rate.per_s if self._rate is not None else self._announced(mean_tokens)
+        return self.rate.per_s if self.rate is not None else self._announced(mean_tokens)
 
-    def candidate(self, mean_tokens: float) -> Candidate:
-        return Candidate(self.peer, self.advert.price_per_hour, self.mu(mean_tokens), self.active)
+    def candidate(self, mean_tokens: float, *, believable: float = math.inf) -> Candidate:
+        """The worker as the activation sees it; of an announcement no more than ``believable`` counts."""
+        mu = self.mu(mean_tokens)
+        return Candidate(
+            self.peer, self.price_per_hour, mu if self.rate is not None else min(mu, believable), self.active
+        )
+
+    def _observe(self, rollouts: int, seconds: float, mean_tokens: float) -> None:
+        if self.rate is None:
+            self.rate = RateEstimator(self._announced(mean_tokens))
+        self.rate.observe(rollouts, seconds)
 
     def _announced(self, mean_tokens: float) -> float:
         return self.advert.tokens_per_s / mean_tokens
 
 
 class SessionHandler(Protocol):
-    """Who is told what happens in the sessions. Called on the loop; ``joined`` may refuse by raising."""
+    """Who is told what happens in the sessions. Called on the loop."""
 
-    def joined(self, session: Session) -> None: ...
+    def welcome(self, session: Session, join: Join) -> Welcome:
+        """What the worker is greeted with; it has its place already."""
+        ...
+
+    def max_message_bytes(self, session: Session) -> int:
+        """How large the next message of this worker may be."""
+        ...
+
+    def advertised(self, session: Session, advert: WorkerAdvert) -> None: ...
 
     async def received(self, session: Session, message: FromWorker) -> None: ...
 
@@ -147,7 +214,6 @@ class WorkSessions:
         self,
         network: Network,
         run: str,
-        task: TaskSpec,
         handler: SessionHandler,
         *,
         beat_period_s: float,
@@ -155,7 +221,6 @@ class WorkSessions:
     ) -> None:
         self._network = network
         self._run = run
-        self._task = task
         self._handler = handler
         self._beat_period_s = beat_period_s
         self._max_sessions = max_sessions
@@ -182,7 +247,6 @@ class WorkSessions:
             return
         reason = "stream ended"
         try:
-            await send(stream, Welcome(self._task, self._beat_period_s))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.write_outbox())
                 tasks.create_task(session.watch_outbox())
@@ -211,10 +275,10 @@ class WorkSessions:
             await _turn_away(stream, f"all {self._max_sessions} places are taken", retry=True)
             return None
         # The place is taken before anything is awaited, so that two sessions of one peer cannot both have it.
-        session = Session(stream, advert, join.version)
-        earlier = self.open.get(session.peer)
+        earlier = self.open.get(stream.remote)
+        session = Session(stream, advert, earlier.rate if earlier else None)
         self.open[session.peer] = session
-        self._handler.joined(session)
+        session.tell(self._handler.welcome(session, join))
         if earlier is not None:
             await earlier.stream.close()
         return session
@@ -224,17 +288,17 @@ class WorkSessions:
             message: FromWorker = await receive(
                 session.stream,
                 FromWorker,
-                max_bytes=MAX_MESSAGE_BYTES,
+                max_bytes=lambda: self._handler.max_message_bytes(session),
                 timeout_s=self._beat_period_s * MISSED_BEATS,
             )
             if isinstance(message, Advertise):
-                session.advert = self._advert(session.peer, message.advert)
+                self._handler.advertised(session, self._advert(session.peer, message.advert))
             elif isinstance(message, Beat):
                 session.tell(Alive())
             await self._handler.received(session, message)
 
     def _advert(self, peer: PeerId, sealed: bytes) -> WorkerAdvert:
-        body = check(sealed, owner=peer, now_unix=self._network.clock.unix()).body
+        body = check_live(sealed, owner=peer).body
         if not isinstance(body, WorkerAdvert):
             raise RecordError(f"{peer} joined with a record that is not an advert")
         return body

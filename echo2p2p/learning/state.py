@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from echo2p2p.data.trajectory import Group
+from echo2p2p.data.work import TaskSpec
 from echo2p2p.weights.snapshot import Snapshot
 
 
@@ -41,6 +42,7 @@ class LearnerState(msgspec.Struct, frozen=True):
     spend_usd: float = 0.0
     all_on_usd: float = 0.0
     dropped: dict[str, int] = {}
+    task: TaskSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:
         "active" if session.active else "standby",
         session.version,
         session.mu(mean_tokens),
-        session.advert.price_per_hour,
+        session.price_per_hour,
         session.accepted,
         session.refused,
     )

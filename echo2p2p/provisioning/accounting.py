@@ -9,27 +9,22 @@ class Spending:
     Attributes:
         usd: paid to active workers so far.
         all_on_usd: what all workers that were there, active or not, would have cost together.
-        per_worker_usd: paid so far, by peer.
     """
 
     def __init__(self) -> None:
         self.usd = 0.0
         self.all_on_usd = 0.0
-        self.per_worker_usd: dict[str, float] = {}
         self._last: float | None = None
 
-    def advance(self, now: float, active: dict[str, float], standby: dict[str, float]) -> None:
+    def advance(self, now: float, active_per_hour: float, standby_per_hour: float) -> None:
         """Account for the time since the last call.
 
         Args:
             now: seconds, monotonic.
-            active: $/h of every worker that was paid since the last call, by peer.
-            standby: $/h of the others.
+            active_per_hour: $/h of all workers that were paid since the last call.
+            standby_per_hour: $/h of the others.
         """
         hours = 0.0 if self._last is None else max(0.0, now - self._last) / 3600
         self._last = now
-        for peer, price in active.items():
-            self.per_worker_usd[peer] = self.per_worker_usd.get(peer, 0.0) + price * hours
-        paid = sum(active.values()) * hours
-        self.usd += paid
-        self.all_on_usd += paid + sum(standby.values()) * hours
+        self.usd += active_per_hour * hours
+        self.all_on_usd += (active_per_hour + standby_per_hour) * hours

@@ -29,10 +29,10 @@ from echo2p2p.data.work import (
     Verdict,
     Welcome,
 )
-from echo2p2p.errors import Echo2p2pError, ProtocolError, TurnedAway
+from echo2p2p.errors import Echo2p2pError, ProtocolError, SettingsError, TurnedAway
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
-from echo2p2p.swarm.records import Keys, ManifestRecord, check
+from echo2p2p.swarm.records import Keys, ManifestRecord, check_live
 from echo2p2p.telemetry.events import EventLog
 
 log = logging.getLogger("echo2p2p.worker")
@@ -55,15 +55,22 @@ class SessionOwner(Protocol):
     def version(self) -> int: ...
 
     @property
+    def fingerprint(self) -> str: ...
+
+    @property
     def queued(self) -> int: ...
 
     def seal_advert(self) -> bytes: ...
+
+    def on_welcome(self, welcome: Welcome) -> None: ...
 
     def on_active(self, active: bool) -> None: ...
 
     def on_head(self, record: ManifestRecord) -> None: ...
 
     def on_lease(self, lease: Lease) -> None: ...
+
+    async def run_is_finished(self) -> bool: ...
 
     def leaving(self) -> list[Decline]: ...
 
@@ -82,6 +89,7 @@ class LearnerSession:
         self._outbox: asyncio.Queue[FromWorker] = asyncio.Queue(OUTBOX_MESSAGES)
         self._unanswered: dict[tuple[int, int], Submit] = {}
         self._stop = asyncio.Event()
+        self._retry_s = FIRST_RETRY_S
         self._task: TaskSpec | None = None
         self._verdicts: Counter[str] = Counter()
 
@@ -114,23 +122,26 @@ class LearnerSession:
         Raises:
             TurnedAway: the learner refuses this worker for good.
         """
-        retry_s = FIRST_RETRY_S
         while not self._stop.is_set():
             try:
                 if await self._hold():
                     return
-                retry_s = FIRST_RETRY_S
-            except TurnedAway:
+            except (TurnedAway, SettingsError):
                 raise
             except Echo2p2pError as error:
                 self._events.emit("session", state="lost", reason=error.message)
-                log.info("no session with the learner, dialling again in %.0f s: %s", retry_s, error)
+                log.info("no session with the learner, dialling again in %.0f s: %s", self._retry_s, error)
             self._owner.on_active(False)
+            if await self._owner.run_is_finished():
+                self._events.emit(
+                    "session", state="ended", reason="the learner's record says that the run is finished"
+                )
+                return
             try:
-                async with asyncio.timeout(retry_s * self._rng.uniform(0.75, 1.25)):
+                async with asyncio.timeout(self._retry_s * self._rng.uniform(0.75, 1.25)):
                     await self._stop.wait()
             except TimeoutError:
-                retry_s = min(LONGEST_RETRY_S, 2 * retry_s)
+                self._retry_s = min(LONGEST_RETRY_S, 2 * self._retry_s)
 
     async def _hold(self) -> bool:
         """One session, from dialling to its end; True if there is no point in another."""
@@ -167,12 +178,16 @@ class LearnerSession:
 
     async def _join(self, stream: Stream) -> Welcome | None:
         advert = self._owner.seal_advert()
-        await send(stream, Join(self._keys.run, PROTOCOL_VERSION, advert, self._owner.version))
+        owner = self._owner
+        join = Join(self._keys.run, PROTOCOL_VERSION, advert, owner.version, owner.fingerprint)
+        await send(stream, join)
         answer: Welcome | Goodbye = await receive(
             stream, Welcome | Goodbye, max_bytes=MAX_MESSAGE_BYTES, timeout_s=DIAL_TIMEOUT_S
         )
         if isinstance(answer, Welcome):
+            self._owner.on_welcome(answer)
             self._task = answer.task
+            self._retry_s = FIRST_RETRY_S
             return answer
         if not answer.retry:
             raise TurnedAway(f"the learner turned this worker away: {answer.reason}")
@@ -203,7 +218,7 @@ class LearnerSession:
 
     def _head(self, message: Head) -> None:
         learner = self._keys.learner_id
-        record = check(message.record, owner=learner, now_unix=self._network.clock.unix())
+        record = check_live(message.record, owner=learner)
         if not isinstance(record.body, ManifestRecord) or record.key != self._keys.manifest:
             raise ProtocolError("the learner announced a version with a record that is not a manifest's")
         self._owner.on_head(record.body)

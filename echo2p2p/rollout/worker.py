@@ -20,12 +20,16 @@ import msgspec
 from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.data.work import Decline, Lease, Ready, Submit, TaskSpec
+from echo2p2p.data.work import Decline, Lease, Ready, Submit, TaskSpec, Welcome
 from echo2p2p.errors import (
+    Echo2p2pError,
+    EngineError,
     FingerprintMismatch,
     OutOfMemory,
     ResourceError,
+    SettingsError,
     SwarmError,
+    TaskError,
     VerificationError,
 )
 from echo2p2p.rollout.engine import Completion, InferenceEngine
@@ -39,6 +43,9 @@ from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
 log = logging.getLogger("echo2p2p.worker")
 
 FETCH_RETRY_S = 2.0
+LOOK_TIMEOUT_S = 5.0
+FAILURES_TO_LEAVE = 16
+"""Prompts given back in a row, none rolled out between them, after which the worker itself is at fault."""
 
 Build = Callable[[TaskSpec, Mapping[str, bytes]], Awaitable[tuple[InferenceEngine, Scorer]]]
 """Makes the engine and the scorer of a run from its task and its pinned policy files."""
@@ -94,11 +101,16 @@ class Worker:
         self._advert_changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._not_before = 0.0
+        self._fingerprint = ""
+        self._disowned = False
+        self._built_for: TaskSpec | None = None
+        self._failures = 0
+        self._retry_alone = 0
 
     @property
     def version(self) -> int:
-        """The installed policy version; −1 for none."""
-        return self._engine.version if self._engine is not None else -1
+        """The installed policy version; −1 for none, and for one that the learner does not know."""
+        return self._engine.version if self._engine is not None and not self._disowned else -1
 
     @property
     def queued(self) -> int:
@@ -137,10 +149,25 @@ class Worker:
         """Leave the run: leased prompts are handed back, nothing else is started."""
         self._session.stop()
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the installed weights; empty for none."""
+        return self._fingerprint if self.version >= 0 else ""
+
     # --- what the session hears -----------------------------------------------------------------------
 
     def seal_advert(self) -> bytes:
         return self._directory.seal(self.advert())
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """Raises SettingsError if the run has another task than the one this worker was built for."""
+        if self._built_for is not None and welcome.task != self._built_for:
+            raise SettingsError(
+                f"the run's task has changed from {self._built_for} to {welcome.task}",
+                hint="start the worker again",
+            )
+        # Weights that the learner does not know, from another life of it perhaps, must not be rolled out.
+        self._disowned = self._engine is not None and welcome.version != self._engine.version
 
     def on_active(self, active: bool) -> None:
         self._active = active
@@ -148,7 +175,7 @@ class Worker:
         self._advert_changed.set()
 
     def on_head(self, record: ManifestRecord) -> None:
-        if self._head is None or record.version > self._head.version:
+        if self._head is None or record.version > self._head.version or self._disowned:
             self._head = record
             self._new_head.set()
 
@@ -156,6 +183,14 @@ class Worker:
         expires_at = self._clock.monotonic() + lease.duration_s
         self._prompts.extend(Prompt(lease, index, expires_at) for index in lease.indices)
         self._wake.set()
+
+    async def run_is_finished(self) -> bool:
+        """Whether the learner has left word in the table that the run is over."""
+        try:
+            record = await self._directory.learner(LOOK_TIMEOUT_S)
+        except SwarmError:
+            return False
+        return record is not None and record.state == "finished"
 
     def leaving(self) -> list[Decline]:
         """Hand back everything that was not rolled out."""
@@ -176,7 +211,8 @@ class Worker:
             try:
                 fetched = await self._subscriber.fetch(record)
                 if self._engine is None:
-                    self._engine, self._scorer = await self._build(self._session.task, fetched.assets)
+                    self._built_for = self._session.task
+                    self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
             except (SwarmError, VerificationError, ResourceError) as error:
                 log.warning("version %d could not be fetched, trying again: %s", record.version, error)
                 await asyncio.sleep(FETCH_RETRY_S)
@@ -196,6 +232,7 @@ class Worker:
                 f"the learner published {fetched.manifest.fingerprint}",
                 hint="the engine changes weights on the way in; report it as a bug",
             )
+        self._fingerprint, self._disowned = fingerprint, False
         self._events.emit(
             "installed",
             version=version,
@@ -242,7 +279,9 @@ class Worker:
         while self._prompts and self._prompts[0].expires_at <= now:
             self._prompts.popleft()
         batch: list[Prompt] = []
-        while self._prompts and len(batch) < self._batch_groups:
+        limit = 1 if self._retry_alone > 0 else self._batch_groups
+        self._retry_alone = max(0, self._retry_alone - 1)
+        while self._prompts and len(batch) < limit:
             first, head = batch[0] if batch else self._prompts[0], self._prompts[0]
             alike = (first.lease.n_samples, first.lease.sampling) == (
                 head.lease.n_samples,
@@ -256,20 +295,21 @@ class Worker:
     async def _generate(self, engine: InferenceEngine, scorer: Scorer, batch: list[Prompt]) -> None:
         lease = batch[0].lease
         started = self._clock.monotonic()
-        prompts = await self._clock.offload(lambda: [scorer.prompt_tokens(p.index) for p in batch])
         try:
+            prompts = await self._clock.offload(lambda: [scorer.prompt_tokens(p.index) for p in batch])
             completions = await engine.generate(
                 prompts, n_samples=lease.n_samples, sampling=lease.sampling, seed=self._rng.getrandbits(63)
             )
-        except OutOfMemory as error:
-            self._shrink_batch(batch, error)
+            groups = await self._clock.offload(
+                lambda: [
+                    _group(scorer, p.index, prompt, done)
+                    for p, prompt, done in zip(batch, prompts, completions, strict=True)
+                ]
+            )
+        except (OutOfMemory, EngineError, TaskError) as error:
+            self._failed(batch, error)
             return
-        groups = await self._clock.offload(
-            lambda: [
-                _group(scorer, p.index, prompt, done)
-                for p, prompt, done in zip(batch, prompts, completions, strict=True)
-            ]
-        )
+        self._failures = 0
         for prompt, group in zip(batch, groups, strict=True):
             self._session.submit(Submit(prompt.lease.lease, group))
         tokens = sum(group.n_tokens for group in groups)
@@ -284,14 +324,23 @@ class Worker:
             version=engine.version,
         )
 
-    def _shrink_batch(self, batch: list[Prompt], error: OutOfMemory) -> None:
-        """Too much for this GPU: try again with half, or give a prompt back that does not fit alone."""
-        log.warning("a batch of %d groups does not fit: %s", len(batch), error)
+    def _failed(self, batch: list[Prompt], error: Echo2p2pError) -> None:
+        """Try again with half of a batch that failed, and give a prompt back that fails alone.
+
+        Raises:
+            Echo2p2pError: ``error``, if nothing has worked for a long time: it is this worker, not the prompts.
+        """
+        log.warning("a batch of %d groups failed: %s", len(batch), error)
         if len(batch) > 1:
-            self._batch_groups = len(batch) // 2
+            if isinstance(error, OutOfMemory):
+                self._batch_groups = len(batch) // 2
+            self._retry_alone = len(batch)
             self._prompts.extendleft(reversed(batch))
-        else:
-            self._session.tell(Decline(batch[0].lease.lease, [batch[0].index], error.message[:512]))
+            return
+        self._session.tell(Decline(batch[0].lease.lease, [batch[0].index], error.message[:512]))
+        self._failures += 1
+        if self._failures >= FAILURES_TO_LEAVE:
+            raise error
 
 
 def _group(scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]) -> Group:

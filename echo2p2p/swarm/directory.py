@@ -77,14 +77,17 @@ class Directory:
 
     # --- publishing
 
-    async def publish(self, body: Body) -> bytes:
+    async def publish(self, body: Body, *, ttl_s: float | None = None) -> bytes:
         """Publish what this node says of itself or its run, once, and return it sealed.
+
+        Args:
+            ttl_s: how long it lives; as the directory's records do if None.
 
         Raises:
             SwarmError: no node of the table took it.
             RecordError: it is not a valid record, or longer than allowed, or not this node's to publish.
         """
-        value, record = self._seal(body)
+        value, record = self._seal(body, ttl_s)
         if await self._store(value, record):
             return value
         key, me = record.key, self._network.peer_id
@@ -93,7 +96,7 @@ class Directory:
         if there is not None and (there.sequence > self._sequence or there.sequence == record.sequence):
             # Not made by this directory: from before a restart, say, when this machine's date was ahead.
             self._sequence = there.sequence
-            value, record = self._seal(body)
+            value, record = self._seal(body, ttl_s)
             if await self._store(value, record):
                 return value
         elif there is not None and there.sequence > record.sequence:
@@ -106,7 +109,7 @@ class Directory:
         Raises:
             RecordError: nobody would believe it.
         """
-        return self._seal(body)[0]
+        return self._seal(body, None)[0]
 
     async def keep(self, make_body: Callable[[], Body], *, changed: asyncio.Event | None = None) -> NoReturn:
         """Publish what ``make_body`` returns, and renew it at a third of its life, until cancelled.
@@ -116,10 +119,7 @@ class Directory:
             changed: set by the caller when the body has changed: it is published at once, though never more
                 often than once in a hundredth of the record's life.
 
-        A store that fails is logged and tried again soon.
-
-        Raises:
-            RecordError: ``make_body`` returned something that nobody would believe.
+        A store that fails, or a body that nobody would believe, is logged and tried again soon.
         """
         pause_s = self._ttl_s / 100
         changed = changed or asyncio.Event()
@@ -128,7 +128,7 @@ class Directory:
             wait_s = self._ttl_s / 3 - pause_s
             try:
                 await self.publish(make_body())
-            except SwarmError as error:
+            except (SwarmError, RecordError) as error:
                 log.warning("a record of this node is not in the table: %s", error)
                 wait_s = self._ttl_s / 15
             await asyncio.sleep(pause_s)
@@ -145,7 +145,7 @@ class Directory:
         except SwarmError as error:
             log.info("left without a word: %s", error)
 
-    def _seal(self, body: Body) -> tuple[bytes, Record]:
+    def _seal(self, body: Body, ttl_s: float | None) -> tuple[bytes, Record]:
         now = self._network.clock.unix()
         self._sequence = max(self._sequence + 1, int(now * 1000))
         value = seal(
@@ -153,7 +153,7 @@ class Directory:
             self._key_of(body),
             body,
             sequence=self._sequence,
-            expires_unix=now + self._ttl_s,
+            expires_unix=now + (self._ttl_s if ttl_s is None else ttl_s),
         )
         return value, check(value, owner=self._network.peer_id, now_unix=now)
 

@@ -73,9 +73,16 @@ class Identity:
         """Write the identity file, readable by its owner alone from the start; refuses to overwrite."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(_PRIVATE_PREFIX + self._key.private_bytes_raw() + self._public)
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(fd, "wb") as file:
+                    file.write(_PRIVATE_PREFIX + self._key.private_bytes_raw() + self._public)
+                    file.flush()
+                    os.fsync(fd)
+                os.link(partial, path)  # unlike a rename, this refuses to overwrite
+            finally:
+                partial.unlink(missing_ok=True)
         except OSError as error:
             raise SettingsError(f"identity file {path} cannot be made: {error.strerror}") from error
 

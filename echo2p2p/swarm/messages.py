@@ -8,6 +8,7 @@ Raw bytes (chunks) follow a message outside the frame; the message says how many
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -60,11 +61,14 @@ async def send(stream: Stream, message: Any) -> None:
     await stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
 
-async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeout_s: float) -> T:
+async def receive(
+    stream: Stream, type_: type[T] | Any, *, max_bytes: int | Callable[[], int], timeout_s: float
+) -> T:
     """Read one message of ``type_``.
 
     Args:
-        max_bytes: a longer one is refused before it is read.
+        max_bytes: a longer one is refused before it is read. Where the cap may change while nothing comes, a
+            function that is asked when a message announces itself.
         timeout_s: for the whole message, its first byte included.
 
     Raises:
@@ -76,9 +80,10 @@ async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeo
     try:
         async with asyncio.timeout(timeout_s):
             length = int.from_bytes(await stream.read_exactly(_LENGTH_BYTES), "big")
-            if length > max_bytes:
+            cap = max_bytes() if callable(max_bytes) else max_bytes
+            if length > cap:
                 raise MessageTooLarge(
-                    f"{stream.remote} announced a message of {length} bytes, {max_bytes} are allowed"
+                    f"{stream.remote} announced a message of {length} bytes, {cap} are allowed"
                 )
             body = await stream.read_exactly(length)
     except TimeoutError:

@@ -6,7 +6,6 @@ Guarantee: a chunk that somebody waits for is handed to all who wait in the mome
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable
 
 from echo2p2p.errors import ManifestError, ProtocolError
@@ -87,9 +86,9 @@ class OutgoingLane:
         self.wake = asyncio.Event()
         self._holding = holding
         self._clock = clock
-        self._ready: deque[int] = deque()
+        self._ready: dict[int, None] = {}
         self._waiting: dict[int, float] = {}
-        self._missing: list[int] = []
+        self._missing: dict[int, None] = {}
         self._wanted: set[int] = set()
 
     def want(self, request: Want) -> None:
@@ -101,36 +100,36 @@ class OutgoingLane:
                 continue
             self._wanted.add(index)
             if self._holding.holds(index):
-                self._ready.append(index)
+                self._ready[index] = None
             elif request.wait and self._holding.arriving:
                 self._waiting[index] = self._clock.monotonic()
             else:
-                self._missing.append(index)
+                self._missing[index] = None
         self.wake.set()
 
     def cancel(self, indices: Iterable[int]) -> None:
         self._wanted.difference_update(indices)
         for index in indices:
-            self._waiting.pop(index, None)
+            for place in (self._waiting, self._ready, self._missing):
+                place.pop(index, None)
 
     def arrived(self, index: int) -> None:
         if self._waiting.pop(index, None) is not None:
-            self._ready.append(index)
+            self._ready[index] = None
             self.wake.set()
 
     def expect_no_more(self) -> None:
-        self._missing.extend(self._waiting)
+        self._missing.update(dict.fromkeys(self._waiting))
         self._waiting.clear()
         self.wake.set()
 
     def next_ready(self) -> int | None:
         """The next chunk to send; it is no longer wanted after this."""
-        while self._ready:
-            index = self._ready.popleft()
-            if index in self._wanted:
-                self._wanted.discard(index)
-                return index
-        return None
+        index = next(iter(self._ready), None)
+        if index is not None:
+            del self._ready[index]
+            self._wanted.discard(index)
+        return index
 
     def give_up(self, since: float) -> tuple[int, ...]:
         """Chunks that are not here and that are not worth waiting for; they are no longer wanted.
@@ -141,8 +140,8 @@ class OutgoingLane:
         if self._holding.last_arrival_s <= since:
             for index in [index for index, asked in self._waiting.items() if asked <= since]:
                 del self._waiting[index]
-                self._missing.append(index)
-        missing = tuple(index for index in self._missing if index in self._wanted)
+                self._missing[index] = None
+        missing = tuple(self._missing)
         self._missing.clear()
         self._wanted.difference_update(missing)
         return missing

@@ -124,7 +124,7 @@ class ManifestLimits(msgspec.Struct, frozen=True):
     max_snapshot_bytes: int = 2**40
     max_chunks: int = 100_000
     max_asset_bytes: int = 64 * 2**20
-    max_jump: int = 10_000
+    max_jump: int = 1_000_000
 
 
 class Trusted(msgspec.Struct, frozen=True):

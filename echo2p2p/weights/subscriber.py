@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo2p2p.errors import FingerprintMismatch, ManifestError, PeerUnreachable, SwarmError
+from echo2p2p.errors import FingerprintMismatch, ManifestError, OutOfDisk, PeerUnreachable, SwarmError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import Keys, ManifestRecord
@@ -149,8 +149,11 @@ class WeightSubscriber:
                     f"version {manifest.version} has fingerprint {fingerprint}, its manifest says "
                     f"{manifest.fingerprint}"
                 )
-        except BaseException:
+        except BaseException as error:
             self._server.drop(version)
+            if isinstance(error, OutOfDisk):
+                # The engine does not need the older versions on disk; the next try has their room.
+                await self._clock.offload(lambda: self._store.prune(1))
             raise
         fetch_s = self._clock.monotonic() - started
         holding.complete()

@@ -70,7 +70,9 @@ def test_two_hundred_workers_train_for_two_hours_in_under_a_minute(tmp_path):
     assert learner.step == len(steps) > 110
     assert max(e["staleness_max"] for e in steps) <= 4
     assert len(run.trainer.trained) == len(set(run.trainer.trained)) == 128 * learner.step
-    assert steps[-1]["bubble_ratio"] < 0.05
+    second_hour = steps[len(steps) // 2 :]
+    idle, busy = (sum(e[name] for e in second_hour) for name in ("t_idle_s", "t_train_s"))
+    assert idle / (idle + busy) < 0.02
     # The cheap ones suffice: the rest is idle, and the bill shows it.
     assert steps[-1]["active"] < 60
     assert steps[-1]["spend_usd"] < 0.3 * steps[-1]["all_on_usd"]
@@ -182,7 +184,7 @@ def test_a_trajectory_from_someone_without_a_lease_is_refused():
             thief = swarm.add_peer()
             advert = Directory(thief, run.run).seal(worker.advert())
             stream = await thief.open_stream(run.identity.peer_id, protocol_id(WORK_PROTOCOL), timeout_s=5)
-            await send(stream, Join(run.run, PROTOCOL_VERSION, advert, -1))
+            await send(stream, Join(run.run, PROTOCOL_VERSION, advert, -1, ""))
             welcome = await receive(stream, Welcome | Goodbye, max_bytes=65536, timeout_s=5)
             assert isinstance(welcome, Welcome)
             await send(stream, Beat(-1, 0))
@@ -208,7 +210,7 @@ def test_a_join_with_somebody_elses_advert_is_turned_away():
             await asyncio.sleep(1)
             thief = swarm.add_peer()
             stream = await thief.open_stream(run.identity.peer_id, protocol_id(WORK_PROTOCOL), timeout_s=5)
-            await send(stream, Join(run.run, PROTOCOL_VERSION, worker.seal_advert(), -1))
+            await send(stream, Join(run.run, PROTOCOL_VERSION, worker.seal_advert(), -1, ""))
             answer = await receive(stream, Welcome | Goodbye, max_bytes=65536, timeout_s=5)
             learner.stop()
             await life

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.errors import ProtocolError
+from echo2p2p.errors import ProtocolError, TaskError
 from echo2p2p.learning.admission import Refusal, check_claim, check_contents
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.simulation.engine import ModelledScorer
@@ -29,14 +29,14 @@ def honest(index=0, version=5, **changes):
     return Group(index, SCORER.prompt_tokens(index), [msgspec.structs.replace(sample, **changes)] * 2)
 
 
-def claim(ledger, group, *, sender="worker", lease=1, learner_version=6, published=6):
+def claim(ledger, group, *, sender="worker", lease=1, learner_version=6, proved=range(7)):
     return check_claim(
         group,
         lease=lease,
         sender=sender,
         ledger=ledger,
         learner_version=learner_version,
-        published_version=published,
+        proved=proved,
         staleness=3,
     )
 
@@ -47,7 +47,7 @@ def contents(group):
 
 def test_an_honest_group_is_taken(ledger):
     assert claim(ledger, honest()) is None
-    assert contents(honest()) is None
+    assert contents(honest()) == honest()
 
 
 def test_a_stranger_without_a_lease_is_refused(ledger):
@@ -83,6 +83,32 @@ def test_a_group_outside_the_window_is_refused(ledger):
 def test_a_version_that_nobody_published_is_refused(ledger):
     assert claim(ledger, honest(version=7)) is Refusal.UNPUBLISHED
     assert claim(ledger, honest(version_min=6, version_max=5)) is Refusal.UNPUBLISHED
+
+
+def test_a_version_that_the_sender_never_proved_to_hold_is_refused(ledger):
+    assert claim(ledger, honest(version=5), proved=[4, 6]) is Refusal.UNPROVEN
+
+
+def test_an_older_version_than_the_lease_asked_for_is_refused():
+    ledger = PromptLedger()
+    ledger.lease("worker", 1, now=0, duration_s=10, min_version=6)
+    assert claim(ledger, honest(version=5)) is Refusal.OUTDATED
+    assert claim(ledger, honest(version=6)) is None
+
+
+def test_the_recomputed_reward_is_what_is_trained():
+    """Within the tolerance a worker could otherwise choose the sign of every advantage."""
+    true = SCORER.reward(0, [3, 4])
+    verified = contents(honest(reward=true + 5e-7))
+    assert [sample.reward for sample in verified.samples] == [true, true]
+
+
+def test_a_task_that_raises_refuses_the_group():
+    class Broken(ModelledScorer):
+        def reward(self, index, completion, split="train"):
+            raise TaskError("no")
+
+    assert check_contents(honest(), scorer=Broken(), n_samples=2, max_new_tokens=4) is Refusal.TASK
 
 
 def test_a_false_reward_is_refused():

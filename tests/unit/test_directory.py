@@ -46,6 +46,7 @@ LEARNER = LearnerRecord(
     step=7,
     max_steps=100,
     published_version=6,
+    state="running",
     active_workers=4,
     mu_pool=900,
     mu_target=800,

@@ -148,7 +148,7 @@ def test_two_manifests_of_one_version_are_equivocation() -> None:
 
 
 def test_a_jump_past_the_limit_is_refused_but_a_newcomer_may_start_anywhere() -> None:
-    verifier = ManifestVerifier(RUN)
+    verifier = ManifestVerifier(RUN, ManifestLimits(max_jump=10_000))
     verifier.accept(sign(LEARNER, manifest(50_000)))
     with pytest.raises(ManifestError, match="too far"):
         verifier.accept(sign(LEARNER, manifest(60_001)))

@@ -177,12 +177,11 @@ def test_a_wrong_prior_of_a_duration_fades():
 
 def test_spending_counts_active_time_only_and_all_on_counts_everybody():
     spending = Spending()
-    spending.advance(0, {}, {})
-    spending.advance(3600, {"a": 0.5}, {"b": 2.0})
-    spending.advance(7200, {"a": 0.5, "b": 2.0}, {})
+    spending.advance(0, 0, 0)
+    spending.advance(3600, 0.5, 2.0)
+    spending.advance(7200, 2.5, 0)
     assert spending.usd == 0.5 + 2.5
     assert spending.all_on_usd == 2.5 + 2.5
-    assert spending.per_worker_usd == {"a": 1.0, "b": 2.0}
 
 
 def test_a_plan_says_what_stands_in_the_way():
