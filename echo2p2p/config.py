@@ -109,7 +109,7 @@ class LearnerSettings(Section):
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="publish every κ steps; empty: max(1, S − 1)"
     )
-    steps: Annotated[int, Field(ge=0)] = Field(
+    steps: Annotated[int, Field(ge=1)] = Field(
         200, description="training steps; each makes one policy version"
     )
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16

@@ -22,11 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echo2p2p.errors import DeadlineExceeded, Echo2p2pError
+from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, SettingsError
 
 SETTINGS = Path(__file__).parent / "demo.toml"
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 25.0
+"""Longer than a role may take to put its affairs in order (``cli.run.STOP_GRACE_S``)."""
 LOG_TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 
@@ -58,7 +59,8 @@ class Processes:
 
     def start(self, name: str, arguments: Sequence[str], *, show: bool = False) -> subprocess.Popen[bytes]:
         """Start ``echo2p2p <arguments>``; what it says goes to ``<name>.log``, or to our stderr if ``show``."""
-        with (self.run_dir / f"{name}.log").open("wb") as log:
+        target = Path(os.devnull) if show else self.run_dir / f"{name}.log"
+        with target.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "echo2p2p", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -102,12 +104,19 @@ class Processes:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if log.exists() else []
         return Echo2p2pError(
             "\n".join([f"the {name} ended with code {process.returncode}", *tail]),
-            hint=f"the whole log: {log}",
+            hint=f"the whole log: {log}" if log.exists() else "",
         )
 
     def stop(self) -> None:
-        """End everything, the youngest first: politely, and after ``STOP_TIMEOUT_S`` by force."""
-        alive = [process for _, process in reversed(self.started) if process.poll() is None]
+        """End everything, politely, and after ``STOP_TIMEOUT_S`` by force; the bootstrap peer last."""
+        self._end([process for _, process in self.started[1:]])
+        self._end([process for _, process in self.started[:1]])
+        for _, process in self.started:
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        alive = [process for process in processes if process.poll() is None]
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -118,9 +127,6 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=STOP_TIMEOUT_S)
-        for _, process in self.started:
-            if process.stdout is not None:
-                process.stdout.close()
 
     def _name(self, process: subprocess.Popen[bytes]) -> str:
         return next(name for name, started in self.started if started is process)
@@ -129,7 +135,10 @@ class Processes:
 @contextlib.contextmanager
 def processes(run_dir: Path) -> Iterator[Processes]:
     """A set of processes that end with the block, also when Ctrl-C or SIGTERM ends it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"folder {run_dir} cannot be made: {error.strerror}") from error
     group = Processes(run_dir)
     before = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:

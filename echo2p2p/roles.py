@@ -62,9 +62,13 @@ Joined = Callable[["HivemindNetwork"], None]
 
 @asynccontextmanager
 async def join(
-    settings: Settings, identity_path: Path, *, client_mode: bool = False
+    settings: Settings, identity_path: Path, *, stop: asyncio.Event, client_mode: bool = False
 ) -> AsyncIterator[HivemindNetwork]:
-    """This node's place in the swarm, for the duration of the context. Raises JoinError.
+    """This node's place in the swarm, for the duration of the context.
+
+    Raises:
+        JoinError: nobody answers, or not in time.
+        asyncio.CancelledError: ``stop`` was set before the node had joined.
 
     Args:
         client_mode: only look: hold no records for others, serve nobody.
@@ -72,16 +76,26 @@ async def join(
     from echo2p2p.swarm.hivemind import HivemindNetwork
 
     swarm = settings.swarm
-    network = await HivemindNetwork.join(
-        identity_path,
-        initial_peers=swarm.initial_peers,
-        host_maddrs=swarm.host_maddrs,
-        announce_maddrs=swarm.announce_maddrs,
-        use_relay=swarm.use_relay,
-        use_auto_relay=swarm.use_auto_relay,
-        startup_timeout_s=swarm.startup_timeout_s,
-        client_mode=client_mode,
+    joining = asyncio.ensure_future(
+        HivemindNetwork.join(
+            identity_path,
+            initial_peers=swarm.initial_peers,
+            host_maddrs=swarm.host_maddrs,
+            announce_maddrs=swarm.announce_maddrs,
+            use_relay=swarm.use_relay,
+            use_auto_relay=swarm.use_auto_relay,
+            startup_timeout_s=swarm.startup_timeout_s,
+            client_mode=client_mode,
+        )
     )
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not joining.done():
+            joining.cancel()
+    network = await joining
     try:
         yield network
     finally:
@@ -94,7 +108,7 @@ async def run_bootstrap(settings: Settings, run_dir: RunDir, *, stop: asyncio.Ev
     Args:
         joined: called once, with the network, when others can join.
     """
-    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+    async with join(settings, settings.swarm.identity_path or run_dir.identity, stop=stop) as network:
         events = EventLog(run_dir.events, role="bootstrap", peer=network.peer_id, clock=network.clock)
         joined(network)
         async with asyncio.TaskGroup() as tasks:
@@ -140,7 +154,7 @@ async def run_learner(
     options = settings.learner
     sampling = Sampling(options.temperature, options.top_p, options.max_new_tokens)
     run_dir.write_settings(settings)
-    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+    async with join(settings, settings.swarm.identity_path or run_dir.identity, stop=stop) as network:
         run = f"{settings.name}@{network.peer_id}"
         store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
         events = EventLog(run_dir.events, role="learner", peer=network.peer_id, clock=network.clock)
@@ -200,7 +214,13 @@ async def run_learner(
 
 
 async def run_worker(
-    settings: Settings, run: str, run_dir: RunDir, *, stop: asyncio.Event, joined: Joined
+    settings: Settings,
+    run: str,
+    run_dir: RunDir,
+    *,
+    stop: asyncio.Event,
+    joined: Joined,
+    watch: Callable[[EventLog], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Roll out for ``run`` until it is finished or ``stop`` is set.
 
@@ -209,14 +229,15 @@ async def run_worker(
         FingerprintMismatch: the engine does not hold what was installed.
     """
     Keys(run)
-    # The engine's libraries load while the node joins, not when the first version is waiting.
+    # The engine's libraries load before the node joins, not when the first version is waiting.
     await asyncio.to_thread(_import_engine)
+    await asyncio.to_thread(torch_device, settings.worker.device)
 
     from echo2p2p.rollout.worker import Worker
     from echo2p2p.weights.subscriber import WeightSubscriber
 
     run_dir.write_settings(settings)
-    async with join(settings, settings.swarm.identity_path or run_dir.identity) as network:
+    async with join(settings, settings.swarm.identity_path or run_dir.identity, stop=stop) as network:
         store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
         events = EventLog(run_dir.events, role="worker", peer=network.peer_id, clock=network.clock)
         subscriber = WeightSubscriber(network, run, store, keep_versions=settings.weights.keep_versions)
@@ -232,16 +253,17 @@ async def run_worker(
             rng=random.Random(settings.seed ^ hash(network.peer_id)),
         )
         try:
-            async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(network.wait_failed()),
-                    tasks.create_task(_on_set(stop, worker.stop)),
-                ]
-                await subscriber.start()
-                joined(network)
-                await worker.run()
-                for task in background:
-                    task.cancel()
+            await subscriber.start()
+            joined(network)
+            with watch(events):
+                async with asyncio.TaskGroup() as tasks:
+                    background = [
+                        tasks.create_task(network.wait_failed()),
+                        tasks.create_task(_on_set(stop, worker.stop)),
+                    ]
+                    await worker.run()
+                    for task in background:
+                        task.cancel()
         finally:
             events.close()
 
@@ -252,7 +274,7 @@ def describe(settings: Settings) -> WorkerAdvert:
 
     here = look()
     worker = settings.worker
-    speed = worker.tokens_per_s or worker.limit_tokens_per_s or here.tokens_per_s
+    speed = worker.tokens_per_s or worker.limit_tokens_per_s or 0.0
     return WorkerAdvert(
         gpu=worker.gpu or here.gpu,
         gpu_count=here.gpu_count,
@@ -274,11 +296,13 @@ def identity_of(settings: Settings, run_dir: RunDir) -> Identity:
 
 
 def torch_device(wanted: str) -> str:
-    """``auto`` resolved: CUDA where there is a GPU, the CPU elsewhere."""
-    if wanted != "auto":
-        return wanted
+    """``auto`` resolved: CUDA where there is a GPU, the CPU elsewhere. Raises SettingsError if there is none."""
     import torch
 
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(f"there is no GPU for device {wanted!r}", hint="use device auto or cpu")
+    if wanted != "auto":
+        return wanted
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

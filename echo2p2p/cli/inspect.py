@@ -23,7 +23,11 @@ TIMEOUT_S = 15.0
 def look_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = json_option(command)
     command = click.option(
-        "--timeout", "timeout_s", default=TIMEOUT_S, show_default=True, help="Seconds per question."
+        "--timeout",
+        "timeout_s",
+        default=TIMEOUT_S,
+        show_default=True,
+        help="Seconds to join, and for each answer.",
     )(command)
     return swarm_options(command)
 
@@ -44,13 +48,13 @@ def command() -> None:
 
 @command.command("peers")
 @look_options
-def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:  # noqa: ARG001 - asks p2pd, not the net
+def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:
     """The peers that a newcomer is connected to, and where they are."""
 
     async def look(network: Any) -> list[Any]:
         return list(await network.peers())
 
-    found = _look(swarm, look)
+    found = _look(swarm, look, timeout_s)
     if as_json:
         print_json([{"peer": p.peer, "addresses": list(p.addresses)} for p in found])
         return
@@ -70,9 +74,10 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         from echo2p2p.swarm.directory import Directory
 
         directory = Directory(network, await _only_run(network, run, timeout_s))
+        await directory.learner(timeout_s)  # its record says where to dial it
         adverts = await directory.workers(timeout_s)
         try:
-            status = await ask_status(network, directory.keys.learner_id, timeout_s=timeout_s)
+            status = await ask_status(network, directory.keys, timeout_s=timeout_s)
         except SwarmError as error:
             click.echo(
                 f"the learner does not answer, so this is what workers announce: {error.message}", err=True
@@ -80,7 +85,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             status = None
         return adverts, status
 
-    adverts, status = _look(swarm, look)
+    adverts, status = _look(swarm, look, timeout_s)
     seen = {w.peer: w for w in status.workers} if status else {}
     rows = []
     for peer in {**adverts, **seen}:
@@ -95,6 +100,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
                     else {}
                 ),
                 "state": _state(advert, worker),
+                "version": _version(advert, worker),
             }
         )
     rows.sort(key=lambda row: (row["state"] != "active", row["state"], row["peer"]))
@@ -159,15 +165,15 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         if record is not None:
             facts |= msgspec.structs.asdict(record)
         try:
-            status = await ask_status(network, directory.keys.learner_id, timeout_s=timeout_s)
+            status = await ask_status(network, directory.keys, timeout_s=timeout_s)
         except SwarmError as error:
-            click.echo(f"the learner does not answer: {error.message}", err=True)
+            click.echo(f"the learner does not answer, so this is what it last announced: {error}", err=True)
         else:
             facts |= {k: v for k, v in msgspec.structs.asdict(status).items() if k != "workers"}
             facts["workers"] = len([w for w in status.workers if w.gone_s is None])
         return facts
 
-    facts = _look(swarm, look)
+    facts = _look(swarm, look, timeout_s)
     if len(facts) == 1:
         raise SwarmError(
             f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s"
@@ -191,6 +197,7 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
         from echo2p2p.weights.manifest import ManifestVerifier
 
         directory = Directory(network, await _only_run(network, run, timeout_s))
+        await directory.learner(timeout_s)  # its record says where to dial it
         record = await directory.manifest(timeout_s)
         if record is None or not isinstance(record.body, ManifestRecord):
             raise SwarmError(f"{directory.keys.run} has published nothing yet")
@@ -214,11 +221,11 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
             "chunks": verified.n_chunks,
             "chunk_bytes": verified.chunk_bytes,
             "members": [member.peer for member in verified.members],
-            "assets": {asset.name: asset.digest.hex() for asset in verified.assets},
+            "assets": [f"{asset.name} {asset.digest.hex()}" for asset in verified.assets],
             "signature": "verified",
         }
 
-    facts = _look(swarm, look)
+    facts = _look(swarm, look, timeout_s)
     if as_json:
         print_json(facts)
         return
@@ -249,7 +256,7 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
             )
         return rows
 
-    rows = _look(swarm, look)
+    rows = _look(swarm, look, timeout_s)
     if as_json:
         print_json(rows)
         return
@@ -263,22 +270,23 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
     )
 
 
-def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]]) -> T:
+def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
     """Join with a throw-away identity, ask, leave."""
     if not swarm.get("initial_peers"):
         raise click.UsageError(
             "--initial-peers is needed: the line that the bootstrap peer or the learner printed"
         )
-    settings = resolve((), ('swarm.host_maddrs=["/ip4/0.0.0.0/tcp/0"]',), swarm)
+    own = ('swarm.host_maddrs=["/ip4/0.0.0.0/tcp/0"]', f"swarm.startup_timeout_s={timeout_s}")
+    settings = resolve((), own, swarm)
     from echo2p2p.cli.run import run_role, setup_logging
     from echo2p2p.roles import join
 
     setup_logging(0)
 
-    async def main(_: asyncio.Event) -> T:
+    async def main(stop: asyncio.Event) -> T:
         with TemporaryDirectory() as folder:
             identity = settings.swarm.identity_path or Path(folder) / "identity.key"
-            async with join(settings, identity, client_mode=True) as network:
+            async with join(settings, identity, stop=stop, client_mode=True) as network:
                 return await ask(network)
 
     return run_role(main)
@@ -302,6 +310,12 @@ def _state(advert: Any, worker: Any) -> str:
     if worker is not None:
         return "gone" if worker.gone_s is not None else str(worker.state)
     return f"{advert.state}, not with the learner"
+
+
+def _version(advert: Any, worker: Any) -> int | None:
+    """The version that the worker holds; None for none."""
+    version = (worker or advert).version
+    return version if version >= 0 else None
 
 
 def _pairs(values: dict[str, Any]) -> str:

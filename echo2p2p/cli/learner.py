@@ -81,11 +81,13 @@ def command(
     def watch(events: EventLog) -> LiveView:
         return LiveView(events, plain=plain or wants_plain(sys.stderr, os.environ))
 
-    finished = run_role(
-        lambda stop: run_learner(settings, place, resume=resume, stop=stop, joined=joined, watch=watch)
-    )
-    report = f"echo2p2p report {place.path}"
-    click.echo(
-        f"the run is finished; draw it with: {report}" if finished else "stopped; go on with --resume latest",
-        err=True,
-    )
+    finished = False
+    try:
+        finished = run_role(
+            lambda stop: run_learner(settings, place, resume=resume, stop=stop, joined=joined, watch=watch)
+        )
+    finally:
+        if finished:
+            click.echo(f"the run is finished; draw it with: echo2p2p report {place.path}", err=True)
+        elif (place.path / "checkpoints").is_dir():
+            click.echo("stopped; go on with --resume latest", err=True)

@@ -61,7 +61,7 @@ def cli() -> None:
 def main() -> None:
     """The console script: runs a command, and turns what it raises into one line and an exit code."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, prog_name="echo2p2p")
     except click.Abort:
         code = 130
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def command(
 
     PRICES is a CSV file with the columns worker, price_per_hour, rollouts_per_s, and optionally count.
     """
+    for value in (t_train, t_bcast, model_gb, bandwidth_mbit, gamma):
+        if value is not None and not math.isfinite(value):
+            raise click.UsageError(f"{value} is not a number to plan with")
+    if t_bcast is not None and (model_gb is not None or bandwidth_mbit is not None):
+        raise click.UsageError("give either --t-bcast, or --model-gb and --bandwidth-mbit")
     if t_bcast is None:
         if model_gb is None or bandwidth_mbit is None:
             raise click.UsageError("give --t-bcast, or --model-gb and --bandwidth-mbit")
@@ -111,6 +117,13 @@ def _read_prices(file: Path) -> list[Candidate]:
     """Raises SettingsError, naming file and line."""
     if file.stat().st_size > MAX_CSV_BYTES:
         raise SettingsError(f"{file} is larger than {MAX_CSV_BYTES} bytes")
+    try:
+        return _parse_prices(file)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SettingsError(f"{file} is not a CSV file: {error}") from error
+
+
+def _parse_prices(file: Path) -> list[Candidate]:
     found: list[Candidate] = []
     with file.open(newline="", encoding="utf-8") as lines:
         reader = csv.DictReader(lines)

@@ -9,9 +9,10 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.telemetry.text import clean
+from echo2p2p.telemetry.text import clean, human_number
 
 MAX_CELL_CHARS = 400
+MAX_CELL_LINES = 24
 
 
 def print_json(value: Any) -> None:
@@ -43,9 +44,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list | tuple):
-        return clean(" ".join(map(str, value)) or "none", MAX_CELL_CHARS)
-    if isinstance(value, dict):
-        return clean(" ".join(f"{k}={v}" for k, v in value.items()) or "none", MAX_CELL_CHARS)
+        return human_number(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    lines = [f"{k}: {v}" for k, v in value.items()] if isinstance(value, dict) else value
+    if isinstance(lines, list | tuple):
+        shown = [clean(line, MAX_CELL_CHARS) for line in lines[:MAX_CELL_LINES]]
+        more = [f"and {len(lines) - MAX_CELL_LINES} more"] if len(lines) > MAX_CELL_LINES else []
+        return "\n".join(shown + more) or "none"
     return clean(value, MAX_CELL_CHARS)

@@ -69,9 +69,18 @@ def command(
         print_settings(settings)
         return
     from echo2p2p.cli.run import run_role, setup_logging
+    from echo2p2p.errors import RecordError
     from echo2p2p.roles import run_worker
     from echo2p2p.rundir import RunDir
+    from echo2p2p.swarm.records import Keys
+    from echo2p2p.telemetry.worker_view import WorkerView
 
+    if not settings.swarm.initial_peers:
+        raise click.UsageError("--initial-peers is needed: the line that the learner printed has it")
+    try:
+        Keys(run)
+    except RecordError as error:
+        raise click.UsageError(str(error)) from None
     setup_logging(verbose)
     stem = Path("runs") / f"{run.partition('@')[0]}-worker"
     place = RunDir.open(settings.run_dir) if settings.run_dir else RunDir.first_free(stem)
@@ -79,5 +88,5 @@ def command(
     def joined(network: Any) -> None:
         click.echo(f"worker {network.peer_id} has joined the swarm, folder {place.path}", err=True)
 
-    run_role(lambda stop: run_worker(settings, run, place, stop=stop, joined=joined))
+    run_role(lambda stop: run_worker(settings, run, place, stop=stop, joined=joined, watch=WorkerView))
     click.echo("the worker has left the run", err=True)

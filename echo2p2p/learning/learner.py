@@ -37,7 +37,13 @@ from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert
+from echo2p2p.swarm.records import (
+    MAX_ADDRESSES,
+    MAX_RECORD_LIFETIME_S,
+    LearnerRecord,
+    RunRecord,
+    WorkerAdvert,
+)
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.publisher import WeightPublisher
 from echo2p2p.weights.snapshot import Snapshot
@@ -103,6 +109,11 @@ class Learner:
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
         self._task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
+        if self._state.run not in ("", run):
+            raise SettingsError(
+                f"the checkpoint belongs to the run {self._state.run}, not to {run}",
+                hint="give the learner the name and the identity that the run was started with",
+            )
         if self._state.task not in (None, self._task):
             raise SettingsError(
                 f"the checkpoint belongs to another task: {self._state.task}, the settings say {self._task}",
@@ -213,6 +224,8 @@ class Learner:
 
     async def _train(self) -> bool:
         options = self._settings.learner
+        if self._resumed and self.step >= options.steps:
+            return True
         if await self._unless_stopped(self._provisioner.wait_active()) is None:
             return False
         await self._publication.publish(await self._capture())
@@ -322,6 +335,7 @@ class Learner:
             all_on_usd=self._provisioner.spending.all_on_usd,
             dropped=dict(self._dispatcher.dropped),
             task=self._task,
+            run=self._run,
         )
         return Capture(self.step, snapshot, trainer, msgspec.msgpack.encode(state))
 
@@ -351,6 +365,7 @@ class Learner:
             mu_target=min(self._provisioner.mu_target, 1e9),
             spend_per_hour=min(self._provisioner.spend_per_hour, 1e9),
             software=__version__,
+            addresses=tuple(self._network.addresses()[:MAX_ADDRESSES]),
         )
 
     def status(self) -> RunStatus:
@@ -364,8 +379,13 @@ class Learner:
             if peer not in self._sessions.open
         ]
         return RunStatus(
+            run=self._run,
             step=self.step,
-            published=self._dispatcher.published,
+            published_version=self._dispatcher.published,
+            active_workers=len(self._provisioner.active),
+            mu_pool=self._provisioner.mu_pool,
+            mu_target=self._provisioner.mu_target,
+            spend_per_hour=self._provisioner.spend_per_hour,
             buffered=self._dispatcher.buffered,
             leased=self._dispatcher.leased,
             bubble_ratio=self._bubble_ratio,

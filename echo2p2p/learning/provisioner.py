@@ -21,6 +21,8 @@ from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
 BELIEVABLE_SPEEDUP = 10.0
+MAX_OVERSIZE = 4.0
+"""The pool is never wanted larger than this many times what the learner consumes."""
 FIRST_DECISION_DEADLINE_S = 120.0
 """After this long the run starts with the workers that are there, even if fewer than ``min_workers``."""
 
@@ -84,7 +86,8 @@ class Provisioner:
         )
         if self._learner.is_sequential or math.isinf(overlapped):
             return rollouts / t_train_s
-        return overlapped
+        # Close to infeasible, the model asks for the whole market; beyond this it would buy nothing.
+        return min(overlapped, MAX_OVERSIZE * rollouts / t_train_s)
 
     @property
     def mu_target(self) -> float:
@@ -173,10 +176,15 @@ class Provisioner:
         )
 
     def _candidates(self) -> list[Candidate]:
-        """Everybody; a speed that is only announced counts up to a few times the median of those measured."""
+        """Everybody. A speed that is only announced counts up to a few times the median of those measured; a worker
+        that announces none is taken to be like the median, or to carry its share.
+        """
         mean_tokens = self._mean_tokens()
         measured = [s.mu(mean_tokens) for s in self._sessions.values() if s.rate is not None]
         believable = BELIEVABLE_SPEEDUP * median(measured) if measured else math.inf
+        share = self._learner.rollouts_per_step / self.t_train.seconds / max(1, len(self._sessions))
+        for session in self._sessions.values():
+            session.assumed_mu = median(measured) if measured else share
         return [s.candidate(mean_tokens, believable=believable) for s in self._sessions.values()]
 
     def _may_start(self) -> bool:

@@ -90,7 +90,7 @@ class Publication:
         version = capture.version
         await self.checkpoint(capture)
         active = self._provisioner.active
-        members = [Member(session.peer, session.advert.upload_mbit) for session in active]
+        members = [Member(s.peer, s.advert.upload_mbit, s.advert.addresses) for s in active]
         published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
         self._record = published.record
         self._newer.set()

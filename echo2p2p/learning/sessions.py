@@ -52,6 +52,7 @@ class Session:
         version: the newest version it proved to have installed; −1 for none.
         proved: all versions it proved to have installed, the newest few.
         active: whether it is paid now, at ``price_per_hour``.
+        assumed_mu: what it is taken to deliver while it has announced nothing and delivered nothing.
         not_before: no lease before this (monotonic seconds): it handed some back.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
@@ -70,6 +71,7 @@ class Session:
         self._outbox: asyncio.Queue[FromLearner] = asyncio.Queue(OUTBOX_MESSAGES)
         self._overflow = asyncio.Event()
         self.rate = rate
+        self.assumed_mu = 1.0
         self._declined = 0
         self._busy_since: float | None = None
         self._leased_at: dict[int, float] = {}
@@ -181,7 +183,7 @@ class Session:
         self.rate.observe(rollouts, seconds)
 
     def _announced(self, mean_tokens: float) -> float:
-        return self.advert.tokens_per_s / mean_tokens
+        return self.advert.tokens_per_s / mean_tokens if self.advert.tokens_per_s else self.assumed_mu
 
 
 class SessionHandler(Protocol):

@@ -43,6 +43,7 @@ class LearnerState(msgspec.Struct, frozen=True):
     all_on_usd: float = 0.0
     dropped: dict[str, int] = {}
     task: TaskSpec | None = None
+    run: str = ""
 
 
 @dataclass(frozen=True)

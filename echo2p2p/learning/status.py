@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from echo2p2p.errors import SwarmError
 from echo2p2p.learning.sessions import Session
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.swarm.records import Keys
 
 STATUS_PROTOCOL = "status"
 MAX_STATUS_BYTES = 4 * 2**20
@@ -36,8 +38,13 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 class RunStatus(msgspec.Struct, frozen=True):
     """A run as its learner sees it; ``dropped`` counts groups by reason."""
 
+    run: str
     step: int
-    published: int
+    published_version: int
+    active_workers: int
+    mu_pool: float
+    mu_target: float
+    spend_per_hour: float
     buffered: int
     leased: int
     bubble_ratio: float
@@ -67,15 +74,18 @@ async def serve_status(network: Network, status: Callable[[], RunStatus]) -> Non
     await network.handle(protocol_id(STATUS_PROTOCOL), answer)
 
 
-async def ask_status(network: Network, learner: PeerId, *, timeout_s: float) -> RunStatus:
-    """Ask ``learner`` how its run goes.
+async def ask_status(network: Network, keys: Keys, *, timeout_s: float) -> RunStatus:
+    """Ask the learner of a run how it goes.
 
     Raises:
         PeerUnreachable, DeadlineExceeded: it does not answer.
+        SwarmError: it runs another run.
     """
-    stream = await network.open_stream(learner, protocol_id(STATUS_PROTOCOL), timeout_s=timeout_s)
+    stream = await network.open_stream(keys.learner_id, protocol_id(STATUS_PROTOCOL), timeout_s=timeout_s)
     try:
         answer: RunStatus = await receive(stream, RunStatus, max_bytes=MAX_STATUS_BYTES, timeout_s=timeout_s)
+        if answer.run != keys.run:
+            raise SwarmError(f"the learner runs {answer.run}, not {keys.run}")
         return answer
     finally:
         await stream.close()

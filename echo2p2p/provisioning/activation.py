@@ -61,6 +61,10 @@ def cheapest(
     return chosen
 
 
+WORTHWHILE_SAVING = 0.1
+"""A change of workers must save at least this part of the price of the active ones."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What the loop wants now: who starts, who stops, and why, in words."""
@@ -76,7 +80,8 @@ class Activator:
     A shortfall that comes from losing workers, or from having none, is made good at once; a shortfall or an
     excess that comes from drifting estimates must last ``persistence_s`` first. An excess counts only above
     ``margin`` × target, and a release never takes the pool below the target, so estimates that wobble by less
-    than the margin move nobody.
+    than the margin move nobody. In between, a set that has been cheaper by a tenth for ``persistence_s`` replaces
+    the active one: a cheaper worker that comes late gets its turn.
 
     Args:
         persistence_s: how long a drift must last before anybody is added or released.
@@ -90,6 +95,7 @@ class Activator:
         self._cap = price_cap_per_hour
         self._below_since: float | None = None
         self._above_since: float | None = None
+        self._dear_since: float | None = None
         self._active_before: frozenset[str] = frozenset()
 
     def decide(self, now: float, candidates: Sequence[Candidate], target: float) -> Decision:
@@ -130,10 +136,32 @@ class Activator:
                 self._above_since = None
         else:
             self._below_since = self._above_since = None
+            decision = self._change_for_cheaper(now, candidates, active, target)
 
         kept = {c.peer for c in active} - set(decision.release)
         self._active_before = frozenset(kept | set(decision.activate))
         return decision
+
+    def _change_for_cheaper(
+        self, now: float, candidates: Sequence[Candidate], active: list[Candidate], target: float
+    ) -> Decision:
+        """Change workers where another set has cost less than this one, by a worthwhile part, for long enough."""
+        ideal = cheapest(candidates, target, price_cap_per_hour=self._cap)
+        price = sum(c.price_per_hour for c in active)
+        saving = price - sum(c.price_per_hour for c in ideal)
+        if sum(c.mu for c in ideal) < target or saving < WORTHWHILE_SAVING * price or saving <= 0:
+            self._dear_since = None
+            return Decision()
+        self._dear_since = now if self._dear_since is None else self._dear_since
+        if now - self._dear_since < self._persistence_s:
+            return Decision()
+        self._dear_since = None
+        wanted, there = {c.peer for c in ideal}, {c.peer for c in active}
+        return Decision(
+            activate=tuple(c.peer for c in ideal if c.peer not in there),
+            release=tuple(c.peer for c in active if c.peer not in wanted),
+            reason=f"a cheaper set: ${price - saving:.3g}/h instead of ${price:.3g}/h",
+        )
 
     def _release_dearest(self, active: list[Candidate], mu_pool: float, target: float) -> Decision:
         """Let go, dearest rollouts first, of all that the target can do without."""

@@ -32,7 +32,8 @@ class Plan:
         feasible: the chosen workers reach μ_target, and no rollout gets older than S.
         why: what stands in the way, or empty.
         workers: in the order in which they would be activated.
-        price_per_step: of the workers alone, the learner not included.
+        price_per_step: of the workers alone, the learner not included; where they cannot keep it busy, a step
+            takes as long as its rollouts do.
         delta_cons: Δ_cons with these workers; None where nothing generates.
     """
 
@@ -69,7 +70,7 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
         why = f"a broadcast takes longer than κ steps; κ must be at least {least}, so S at least {least + 1}"
     elif mu_pool < target:
-        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s"
+        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min)"
     elif delta is not None and delta > inputs.staleness:
         why = f"rollouts may be {delta} versions old; a smaller κ or a larger S is needed"
     else:
@@ -85,6 +86,13 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         mu_pool=mu_pool,
         workers=tuple(chosen),
         price_per_hour=price,
-        price_per_step=price * inputs.t_train_s / 3600,
+        price_per_step=price * _step_s(inputs, kappa, mu_pool) / 3600,
         delta_cons=delta,
     )
+
+
+def _step_s(inputs: Inputs, kappa: int, mu_pool: float) -> float:
+    """Seconds a step takes: training, or broadcast and rollouts of a publication period if they take longer."""
+    if mu_pool <= 0:
+        return inputs.t_train_s
+    return max(inputs.t_train_s, (inputs.t_bcast_s + kappa * inputs.rollouts / mu_pool) / kappa)

@@ -212,6 +212,9 @@ class LearnerSession:
                 continue
             elif isinstance(message, Goodbye):
                 self._events.emit("session", state="ended", reason=message.reason)
+                # The learner's leases end with it; their work would only be refused by its next life.
+                self._unanswered.clear()
+                self._owner.leaving()
                 return not message.retry
             else:
                 raise ProtocolError("the learner greeted twice")

@@ -36,7 +36,7 @@ from echo2p2p.rollout.engine import Completion, InferenceEngine
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import ManifestRecord, WorkerAdvert
+from echo2p2p.swarm.records import MAX_ADDRESSES, ManifestRecord, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
 
@@ -81,6 +81,7 @@ class Worker:
         events: EventLog,
         rng: random.Random,
     ) -> None:
+        self._network = network
         self._clock = network.clock
         self._settings = settings
         self._describe = describe
@@ -120,7 +121,8 @@ class Worker:
     def advert(self) -> WorkerAdvert:
         """What this worker announces now."""
         state = "active" if self._active else "standby"
-        return msgspec.structs.replace(self._describe, version=self.version, state=state)
+        addresses = tuple(self._network.addresses()[:MAX_ADDRESSES])
+        return msgspec.structs.replace(self._describe, version=self.version, state=state, addresses=addresses)
 
     async def run(self) -> None:
         """Work until the run is finished or :meth:`stop` is called.
@@ -185,7 +187,7 @@ class Worker:
         self._wake.set()
 
     async def run_is_finished(self) -> bool:
-        """Whether the learner has left word in the table that the run is over."""
+        """Look for the learner in the table: where it is now, and whether it has left word that the run is over."""
         try:
             record = await self._directory.learner(LOOK_TIMEOUT_S)
         except SwarmError:

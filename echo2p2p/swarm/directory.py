@@ -209,7 +209,10 @@ class Directory:
         """
         await self._find(self.keys.learner, timeout_s)
         record = self._live(self.keys.learner).get(self.keys.learner_id)
-        return record.body if record is not None and isinstance(record.body, LearnerRecord) else None
+        if record is None or not isinstance(record.body, LearnerRecord):
+            return None
+        self._network.know(record.owner, record.body.addresses)
+        return record.body
 
     async def manifest(self, timeout_s: float) -> Record | None:
         """The learner's record of the newest version (its body is a ManifestRecord); None if there is none.

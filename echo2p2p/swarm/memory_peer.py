@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, PeerUnreachable
@@ -189,6 +190,9 @@ class MemoryNetwork:
             for peer in self._swarm.peers
             if peer is not self and not self._swarm.is_cut(self, peer)
         ]
+
+    def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Nothing to remember: here every peer finds every other."""
 
     def addresses(self) -> list[str]:
         return [f"/memory/{self._number}/p2p/{self.peer_id}"]

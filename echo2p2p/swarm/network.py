@@ -14,7 +14,7 @@ Guarantees of both implementations:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +88,14 @@ class Network(Protocol):
         Raises:
             PeerUnreachable: nobody there, or it does not speak the protocol.
             DeadlineExceeded: no answer within ``timeout_s``.
+        """
+        ...
+
+    def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """Where ``peer`` says that it can be dialled; used when the network itself does not find it.
+
+        Args:
+            addresses: multiaddrs that end in ``/p2p/<peer id>``; others are passed over.
         """
         ...
 

@@ -38,6 +38,10 @@ GpuName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+()/-]{0,63}\Z"
 NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
 """A policy version; −1 where none is held yet. Version 0 is the policy that the run starts from."""
+Address = Annotated[str, Meta(max_length=256, pattern=r"^/[A-Za-z0-9/._:%-]{1,255}\Z")]
+"""A multiaddr that ends in /p2p/ and the peer id."""
+MAX_ADDRESSES = 8
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 PeerIdText = Annotated[str, Meta(min_length=46, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+\Z")]
 
 _RUN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}@[1-9A-HJ-NP-Za-km-z]{46,64}\Z")
@@ -47,7 +51,8 @@ class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
     """What a worker says of itself. Claims, not facts: the learner measures what it pays for.
 
     Bandwidths in Mbit/s, ``price_per_hour`` in $, ``tokens_per_s`` as the worker's own estimate over a full
-    batch. ``state`` is one of standby, active, leaving.
+    batch (0: it has none). ``state`` is one of standby, active, leaving. ``addresses`` are where it can be dialled,
+    as far as it knows.
     """
 
     gpu: GpuName
@@ -61,6 +66,7 @@ class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
     engine: Name
     state: Annotated[str, Meta(pattern=r"^(standby|active|leaving)\Z")]
     software: Name
+    addresses: Addresses = ()
 
 
 class LearnerRecord(msgspec.Struct, frozen=True, tag="learner"):
@@ -82,6 +88,7 @@ class LearnerRecord(msgspec.Struct, frozen=True, tag="learner"):
     mu_target: NonNegative
     spend_per_hour: NonNegative
     software: Name
+    addresses: Addresses = ()
 
 
 class ManifestRecord(msgspec.Struct, frozen=True, tag="manifest"):

@@ -24,7 +24,7 @@ from rich.text import Text
 from echo2p2p.telemetry.events import Event, EventLog
 from echo2p2p.telemetry.state import RunState, Worker, by_rho
 from echo2p2p.telemetry.text import ascii_only, clean, human_bytes, human_seconds, human_usd, short_peer
-from echo2p2p.telemetry.values import number
+from echo2p2p.telemetry.values import number, whole
 
 REFRESH_PER_SECOND = 2.0
 MAX_WORKER_ROWS = 10
@@ -167,7 +167,8 @@ def _header(state: RunState, elapsed_s: float) -> str:
 
 def _progress(state: RunState) -> str:
     planned = number(state.started.get("max_steps"))
-    return str(state.last_step) if math.isnan(planned) else f"{state.last_step}/{planned:.0f}"
+    step = max(state.last_step, whole(state.started.get("resumed_from")))
+    return str(step) if math.isnan(planned) else f"{step}/{planned:.0f}"
 
 
 def _window(state: RunState) -> str:

@@ -14,7 +14,7 @@ from html import escape
 from echo2p2p.telemetry.headline import Figure, headline, status
 from echo2p2p.telemetry.history import RunHistory
 from echo2p2p.telemetry.state import Worker
-from echo2p2p.telemetry.text import clean, human_bytes, human_seconds, human_usd, short_peer
+from echo2p2p.telemetry.text import clean, human_bytes, human_number, human_seconds, human_usd, short_peer
 
 MAX_WORKER_ROWS = 200
 MAX_REASONS = 50
@@ -126,7 +126,7 @@ def _worker_row(worker: Worker, own_logs: bool) -> str:
     state = worker.state if worker.state in {"active", "standby", "gone"} else "unknown"
     figures = [
         _or_dash(worker.price_per_hour, human_usd),
-        _or_dash(worker.mu, lambda mu: f"{mu:.3g}"),
+        _or_dash(worker.mu, human_number),
         _or_dash(worker.rho * 1000, human_usd),
         str(worker.version) if worker.version >= 0 else "–",
         str(worker.installs),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from echo2p2p.telemetry.history import RunHistory
-from echo2p2p.telemetry.text import PEER_TAIL, ascii_only, human_usd
+from echo2p2p.telemetry.text import PEER_TAIL, ascii_only, human_number, human_usd
 
 INK = "#1f2a36"
 MUTED = "#66727f"
@@ -223,7 +223,7 @@ def workers(figure: Any, history: RunHistory) -> None:
             if math.isnan(worker.price_per_hour)
             else f"{human_usd(worker.price_per_hour)}/h"
         )
-        note = price + (", μ not known" if math.isnan(worker.mu) else f", μ {worker.mu:.3g}/s")
+        note = price + (", μ not known" if math.isnan(worker.mu) else f", μ {human_number(worker.mu)}/s")
         axes.text(value + reach * 0.02, row, note, va="center", fontsize=7.5, color=MUTED)
     names = [f"{ascii_only(w.peer, 128)[-PEER_TAIL:]}  {ascii_only(w.gpu, 14)}" for w in shown]
     axes.set_yticks(range(len(shown)), names)

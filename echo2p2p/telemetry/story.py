@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from echo2p2p.telemetry.events import Event
-from echo2p2p.telemetry.text import clean, human_usd, short_peer
+from echo2p2p.telemetry.text import clean, human_seconds, human_usd, short_peer
 from echo2p2p.telemetry.values import number
 
 
@@ -62,6 +62,24 @@ def _events_lost(event: Event) -> str:
     return f"{clean(event.get('count'))} events of {short_peer(event.get('peer'))} could not be written"
 
 
+def _session(event: Event) -> str:
+    state, reason = clean(event.get("state")), clean(event.get("reason"), 200)
+    told = {"open": "session with the learner is open", "lost": "no session with the learner, dialling again"}
+    return told.get(state, f"session {state}") + (f": {reason}" if reason else "")
+
+
+def _state(event: Event) -> str:
+    told = {"active": "active: paid from now on", "standby": "on standby, unpaid"}
+    state = clean(event.get("state"))
+    return told.get(state, state)
+
+
+def _installed(event: Event) -> str:
+    fetched = number(event.get("fetch_s"))
+    took = "" if math.isnan(fetched) else f", fetched in {human_seconds(fetched)}"
+    return f"version {clean(event.get('version'))} installed{took}"
+
+
 _TELLERS: dict[str, Callable[[Event], str]] = {
     "run_started": _run_started,
     "worker_joined": _worker_joined,
@@ -72,4 +90,7 @@ _TELLERS: dict[str, Callable[[Event], str]] = {
     "refused": _refused,
     "run_finished": _run_finished,
     "events_lost": _events_lost,
+    "session": _session,
+    "state": _state,
+    "installed": _installed,
 }

@@ -12,7 +12,7 @@ from rich.text import Text
 from echo2p2p.telemetry.headline import headline, status
 from echo2p2p.telemetry.history import RunHistory
 from echo2p2p.telemetry.state import Decision
-from echo2p2p.telemetry.text import clean, human_usd, short_peer
+from echo2p2p.telemetry.text import clean, human_number, human_usd, short_peer
 
 MAX_WORKER_ROWS = 12
 _TONES = {"good": "green", "bad": "bold red", "plain": "bold"}
@@ -73,4 +73,4 @@ def _choice(history: RunHistory, decision: Decision) -> list[RenderableType]:
 
 
 def _figure(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
+    return "–" if math.isnan(value) else human_number(value)

@@ -55,6 +55,13 @@ def human_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def human_number(value: float) -> str:
+    """Three significant digits and no exponent where that can be read: ``0.0123``, ``12.3``, ``1,230``."""
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
 def human_usd(amount: float) -> str:
     """Dollars, with as many digits as small sums need."""
     if abs(amount) >= 1 or amount == 0:

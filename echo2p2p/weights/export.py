@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-from echo2p2p.errors import ChunkError, FingerprintMismatch, SettingsError
+from echo2p2p.errors import ChunkError, FingerprintMismatch, OutOfDisk, SettingsError
 from echo2p2p.swarm.identity import split_signed
 from echo2p2p.swarm.messages import decode
 from echo2p2p.weights.manifest import Manifest, ManifestVerifier
@@ -24,8 +26,6 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
         SettingsError: the store does not hold that version.
         VerificationError: what it holds is not what the learner signed.
     """
-    from safetensors.torch import save_file
-
     if not store_dir.is_dir():
         raise SettingsError(f"{store_dir} is not a chunk store")
     store = DiskStore(store_dir)
@@ -38,21 +38,34 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
     else:
         held = ", ".join(map(str, sorted(bodies))) or "none"
         raise SettingsError(f"{store_dir} does not hold version {version}", hint=f"versions there: {held}")
+    assets = {asset.name: _held(store, asset.digest, asset.name) for asset in manifest.assets}
+    try:
+        _write(folder, snapshot, assets)
+    except OSError as error:
+        kind = OutOfDisk if error.errno == errno.ENOSPC else SettingsError
+        raise kind(f"{folder} cannot be written: {error.strerror}") from error
+    return manifest
+
+
+def _write(folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes]) -> None:
+    """The folder appears at the end, whole."""
+    from safetensors.torch import save_file
+
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    for asset in manifest.assets:
-        (partial / asset.name).write_bytes(_held(store, asset.digest, asset.name))
+    for name, data in assets.items():
+        (partial / name).write_bytes(data)
     state = {name: tensor.contiguous() for name, tensor in snapshot.state_dict().items()}
     aliases = snapshot.layout.aliases
     save_file(
         {n: t for n, t in state.items() if n not in aliases}, partial / WEIGHTS, metadata={"format": "pt"}
     )
+    (partial / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
-    return manifest
 
 
 def _parse(body: bytes) -> Manifest:

@@ -22,7 +22,7 @@ from msgspec import Meta
 from echo2p2p.errors import ManifestError, ProtocolError, VerificationError
 from echo2p2p.swarm.identity import Identity, public_key_of, split_signed, verify
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, decode, encode
-from echo2p2p.swarm.records import Keys, NonNegative, PeerIdText
+from echo2p2p.swarm.records import Addresses, Keys, NonNegative, PeerIdText
 from echo2p2p.weights.snapshot import Layout
 
 DIGEST_BYTES = 32
@@ -38,10 +38,11 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker that relays this version, with the uplink that it announced."""
+    """A worker that relays this version, with the uplink that it announced and where it can be dialled."""
 
     peer: PeerIdText
     upload_mbit: NonNegative
+    addresses: Addresses = ()
 
 
 class Asset(msgspec.Struct, frozen=True):

@@ -125,6 +125,8 @@ class WeightSubscriber:
         manifest = self._verifier.accept(body, record.manifest_digest)
         await self._clock.offload(lambda: self._remember(manifest, body))
         self._members = tuple(member.peer for member in manifest.members)
+        for member in manifest.members:
+            self._network.know(member.peer, member.addresses)
 
         version = record.manifest_digest
         buffer = bytearray(manifest.total_bytes)

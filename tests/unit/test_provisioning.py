@@ -132,6 +132,22 @@ def test_excess_within_the_margin_is_tolerated():
         assert activator.decide(second, pool("a", "b", "c"), 21).release == ()
 
 
+def test_a_cheaper_worker_that_comes_late_replaces_the_dear_one_once_that_has_lasted():
+    activator = Activator(persistence_s=30, margin=0.5)
+    late = [Candidate("dear", 1.0, 10, active=True), Candidate("cheap", 0.1, 10)]
+    activator.decide(0, [Candidate("dear", 1.0, 10)], 9)
+    assert activator.decide(1, late, 9) == activator.decide(30, late, 9)
+    decision = activator.decide(31, late, 9)
+    assert (decision.activate, decision.release) == (("cheap",), ("dear",))
+
+
+def test_a_saving_that_is_not_worth_it_moves_nobody():
+    activator = Activator(persistence_s=0, margin=0.5)
+    for second in range(50):
+        pool = [Candidate("a", 1.0, 10, active=True), Candidate("b", 0.95, 10)]
+        assert not activator.decide(second, pool, 9).activate
+
+
 def test_the_price_cap_is_never_exceeded():
     activator = Activator(persistence_s=0, margin=0.2, price_cap_per_hour=0.35)
     assert activator.decide(0, pool(), 1000).activate == ("a", "b")

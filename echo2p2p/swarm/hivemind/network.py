@@ -56,6 +56,7 @@ class HivemindNetwork:
         self._incoming = IncomingStreams(settings.limits.streams)
         self._opened: set[SocketStream] = set()
         self._known = by_peer(settings.initial_peers)
+        self._said: dict[PeerId, tuple[str, ...]] = {}
         self._node: Node | None = None
         self._visible: tuple[str, ...] = ()
         self._watchdog: asyncio.Task[None] | None = None
@@ -152,7 +153,7 @@ class HivemindNetwork:
         try:
             public_key_of(peer)
             async with asyncio.timeout(timeout_s):
-                reader, writer = await node.control.open(peer, protocol)
+                reader, writer = await self._open(node, peer, protocol)
         except TimeoutError:
             raise DeadlineExceeded(f"{peer} did not open {protocol} within {timeout_s:g} s") from None
         except (PeerUnreachable, VerificationError) as error:
@@ -160,6 +161,30 @@ class HivemindNetwork:
         stream = SocketStream(peer, reader, writer, self._limits.streams, self._opened.discard)
         self._opened.add(stream)
         return stream
+
+    def know(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        usable = by_peer([address for address in addresses if _names_a_peer(address)]).get(peer)
+        if usable:
+            self._said.pop(peer, None)
+            self._said[peer] = usable
+            while len(self._said) > self._limits.max_said_addresses:
+                del self._said[next(iter(self._said))]
+
+    async def _open(
+        self, node: Node, peer: PeerId, protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a stream; where libp2p's routing does not find the peer, dial where it said that it is.
+
+        Routing gives no address of a peer that its neighbours see under another kind of address (private,
+        public) than it announces, though that address may be a good one.
+        """
+        try:
+            return await node.control.open(peer, protocol)
+        except PeerUnreachable:
+            if peer not in self._said:
+                raise
+        await node.control.connect(peer, self._said[peer])
+        return await node.control.open(peer, protocol)
 
     async def handle(self, protocol: str, handler: StreamHandler) -> None:
         node = self._up()
@@ -366,3 +391,12 @@ class HivemindNetwork:
             error = SwarmError(f"the supervision of p2pd failed: {error!r}")
         self._failure.set_exception(error)
         self._failure.exception()  # marks it as seen, for nobody may be waiting
+
+
+def _names_a_peer(address: str) -> bool:
+    """Whether what a peer said of itself is a multiaddr that ends in a peer id."""
+    try:
+        checked_peer(address)
+    except SettingsError:
+        return False
+    return True

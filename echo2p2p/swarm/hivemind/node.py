@@ -52,6 +52,7 @@ class NodeLimits:
     close_timeout_s: float = 1.0
     replicas: int = 5
     max_known_peers: int = 50
+    max_said_addresses: int = 4096
     streams: StreamLimits = field(default_factory=StreamLimits)
     table: TableLimits = field(default_factory=TableLimits)
 
