@@ -213,9 +213,9 @@ class Learner:
                 seconds=self._clock.monotonic() - started,
             )
             reason = "the run is finished" if finished else "the learner stops and may come back"
-            await self._sessions.say_goodbye(reason, retry=not finished)
             for task in background:
-                task.cancel()
+                task.cancel()  # nobody is activated in place of those that leave now
+            await self._sessions.say_goodbye(reason, retry=not finished)
         self._life = "finished" if finished else "stopped"
         await self._last_word()
         return finished

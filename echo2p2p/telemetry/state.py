@@ -131,9 +131,8 @@ class RunState:
         self.oldest = math.nan
         """The oldest token ever trained, in versions; also of steps that a resume took back."""
         self._active: set[str] = set()
-        self._last_skip = self._last_left = ""
+        self._last_skip = ""
         self._verdicts: dict[str, float] = {}
-        self._before_goodbye: tuple[dict[str, str], Decision | None] | None = None
         self._past_s = 0.0
         self._t = 0.0
 
@@ -174,21 +173,9 @@ class RunState:
             for worker in self.workers.values():
                 worker.state = "gone"
         self.started, self.finished = event, None
-        self._before_goodbye = None
 
     def _on_run_finished(self, event: Event) -> None:
         self.finished = event
-        # A learner says goodbye to everybody before it ends. What the pool was until then is the news.
-        if self._before_goodbye is not None:
-            states, self.decision = self._before_goodbye
-            parted = {peer for peer in states if self.workers[peer].left == self._last_left}
-            for peer in parted:
-                self.workers[peer].state, self.workers[peer].left = states[peer], ""
-            texts = {
-                tell({"event": "worker_left", "worker": peer, "reason": self._last_left}) for peer in parted
-            }
-            while self.notable and self.notable[-1][1] in texts:
-                self.notable.pop()
 
     def _on_worker_joined(self, event: Event) -> None:
         worker = self.worker(event.get("worker"))
@@ -197,12 +184,10 @@ class RunState:
         worker.state, worker.left = "standby", ""
 
     def _on_worker_left(self, event: Event) -> None:
-        if self._before_goodbye is None:
-            pool = {peer: worker.state for peer, worker in self.workers.items() if worker.state != "gone"}
-            self._before_goodbye = (pool, self.decision)
+        if self.finished is not None:
+            return  # the run had its workers to the end; that they leave then is no news
         worker = self.worker(event.get("worker"))
         worker.state, worker.left = "gone", str(event.get("reason") or "")
-        self._last_left = worker.left
 
     def _on_activation(self, event: Event) -> None:
         changed = self._active != (active := {str(peer) for peer in _list(event.get("active"))})
@@ -259,7 +244,6 @@ class RunState:
         if skipped and skipped != self._last_skip:
             self._note(event)
         self._last_skip = skipped
-        self._before_goodbye = None
         self.spend.at(step, number(event.get("spend_usd")))
         self.all_on.at(step, number(event.get("all_on_usd")))
         dropped = event.get("dropped")

@@ -184,10 +184,10 @@ class FakeRun:
         self.log.emit("eval", step=step, reward=curve, n=64)
 
     def finish(self, steps: int) -> None:
+        self.log.emit("run_finished", finished=True, steps=steps, seconds=self.clock.now - 1000)
         for worker in self.pool:
             if worker["state"] != "gone":
                 self.leave(worker, "the run is finished")
-        self.log.emit("run_finished", finished=True, steps=steps, seconds=self.clock.now - 1000)
         self.log.close()
 
     def play(self, steps: int) -> None:
