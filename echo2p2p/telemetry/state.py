@@ -188,6 +188,7 @@ class RunState:
             return  # the run had its workers to the end; that they leave then is no news
         worker = self.worker(event.get("worker"))
         worker.state, worker.left = "gone", str(event.get("reason") or "")
+        self._note(event)
 
     def _on_activation(self, event: Event) -> None:
         changed = self._active != (active := {str(peer) for peer in _list(event.get("active"))})
@@ -293,7 +294,7 @@ class RunState:
 
 
 _HANDLED = {name.removeprefix("_on_") for name in vars(RunState) if name.startswith("_on_")}
-_TOLD_ELSEWHERE = {"activation", "step", "refused"}
+_TOLD_ELSEWHERE = {"activation", "installed", "refused", "session", "state", "step", "worker_left"}
 """Too frequent to be notable each time: their handlers decide."""
 
 
