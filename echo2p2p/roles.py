@@ -146,7 +146,7 @@ async def run_learner(
 
     from echo2p2p.data.trajectory import Sampling
     from echo2p2p.learning.learner import Learner
-    from echo2p2p.learning.state import LearnerState
+    from echo2p2p.learning.state import LearnerState, roll_forward
     from echo2p2p.learning.training import ThreadTrainer
     from echo2p2p.rollout.evaluation import Evaluator
     from echo2p2p.weights.publisher import WeightPublisher
@@ -171,15 +171,7 @@ async def run_learner(
         if checkpoint is not None:
             state = msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState)
             newest = publisher.newest.manifest.version if publisher.newest else -1
-            if state.step < newest:
-                # Workers hold later versions than this policy. It goes on under a number that nobody has seen.
-                log.warning(
-                    "the checkpoint is of step %d, but version %d was published: the run goes on from it as %d",
-                    state.step,
-                    newest,
-                    newest + 1,
-                )
-                state = msgspec.structs.replace(state, step=newest + 1)
+            state = roll_forward(state, newest)
         learner = Learner(
             network,
             run,

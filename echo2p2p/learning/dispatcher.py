@@ -247,7 +247,7 @@ class Dispatcher:
 
     def _declined(self, session: Session, message: Decline) -> None:
         """Prompts come back. One that several workers could not roll out is set aside for good."""
-        held = [i for i in message.indices if self._ledger.holder(message.lease, i) == session.peer]
+        held = {i for i in message.indices if self._ledger.holder(message.lease, i) == session.peer}
         for index in held:
             decliners = self._decliners.setdefault(index, set())
             decliners.add(session.peer)

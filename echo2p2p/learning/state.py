@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ import msgspec
 from echo2p2p.data.trajectory import Group
 from echo2p2p.data.work import TaskSpec
 from echo2p2p.weights.snapshot import Snapshot
+
+log = logging.getLogger("echo2p2p.learner")
 
 
 class Trainer(Protocol):
@@ -44,6 +47,23 @@ class LearnerState(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
     task: TaskSpec | None = None
     run: str = ""
+
+
+def roll_forward(state: LearnerState, newest_published: int) -> LearnerState:
+    """``state`` as a life of the learner may go on from it.
+
+    A checkpoint can be older than what was published: it was chosen by its step, or the newer ones are damaged.
+    Workers hold the later versions, so the policy goes on under a number that nobody has seen.
+    """
+    if state.step >= newest_published:
+        return state
+    log.warning(
+        "the checkpoint is of step %d, but version %d was published: the run goes on from it as version %d",
+        state.step,
+        newest_published,
+        newest_published + 1,
+    )
+    return msgspec.structs.replace(state, step=newest_published + 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import msgspec
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.learning.learner import Learner
-from echo2p2p.learning.state import LearnerState
+from echo2p2p.learning.state import LearnerState, roll_forward
 from echo2p2p.rollout.worker import Worker
 from echo2p2p.simulation.engine import ModelledEngine, ModelledScorer
 from echo2p2p.simulation.trainer import ModelledTrainer
@@ -66,16 +66,19 @@ class SimulatedRun:
 
     async def start_learner(self) -> tuple[Learner, MemoryNetwork]:
         """A learner that is ready to run, on a peer of its own; it goes on from the newest checkpoint, if any."""
-        state = None
-        if self.trainer.checkpoints:
-            self.trainer.restore(self.trainer.checkpoints[-1])
-            state = msgspec.msgpack.decode(self.trainer.checkpoints[-1].learner_state, type=LearnerState)
         network = self.swarm.add_peer(self.identity, upload_mbit=self.learner_upload_mbit)
         events = EventLog(self.events, role="learner", peer=network.peer_id, clock=network.clock)
         publisher = WeightPublisher(
             network, self.run, self.store, chunk_bytes=self.settings.weights.chunk_kib * 1024, keep_versions=3
         )
         await publisher.start()
+        state = None
+        if self.trainer.checkpoints:
+            self.trainer.restore(self.trainer.checkpoints[-1])
+            state = msgspec.msgpack.decode(self.trainer.checkpoints[-1].learner_state, type=LearnerState)
+            newest = publisher.newest.manifest.version if publisher.newest else -1
+            state = roll_forward(state, newest)
+            self.trainer.step = state.step
         learner = Learner(
             network,
             self.run,
