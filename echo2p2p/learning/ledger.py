@@ -162,6 +162,8 @@ class PromptLedger:
     def _take_free(self) -> int:
         if self._returned:
             return heapq.heappop(self._returned)
+        # After a restart, indices past the next one may be trained already, or have become so meanwhile.
+        self._next_index = max(self._next_index, self._frontier)
         while self._next_index in self._beyond:
             self._next_index += 1
         self._next_index += 1

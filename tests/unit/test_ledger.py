@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from echo2p2p.learning.ledger import PromptLedger
+from echo2p2p.learning.ledger import LedgerState, PromptLedger
 
 
 class LedgerUnderChurn(RuleBasedStateMachine):
@@ -97,7 +97,16 @@ class LedgerUnderChurn(RuleBasedStateMachine):
 
 
 TestLedgerUnderChurn = LedgerUnderChurn.TestCase
-TestLedgerUnderChurn.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerUnderChurn.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_an_index_beyond_a_gap_is_not_leased_again_once_the_gap_has_closed():
+    ledger = PromptLedger(LedgerState(frontier=0, beyond=(1,)))
+    for expected in (0, 2):
+        lease, (index,) = ledger.lease("a", 1, now=0, duration_s=1)
+        assert index == expected
+        ledger.accept(lease, index)
+        ledger.train([index])
 
 
 def test_returned_indices_are_leased_before_new_ones():
