@@ -68,11 +68,11 @@ _MANTISSA_BITS = {
     "float64": 52,
 }
 """The dtypes that are a sign and a magnitude; all others are ordered as integers."""
-_MEASURE_FROM = 16
-"""Above a changed word in so many, a tensor is a section of its own and all its encodings are measured."""
-
-
-_KEEP_ONE_IN = 8
+_ALONE_FROM = 16
+"""Above a changed word in so many, a tensor is a section of its own, and its encodings are measured."""
+_GOOD_ENOUGH = 4
+"""A sparse encoding in so small a part of the words is not measured against others: weights compress less."""
+_KEEP_ONE_IN = 16
 """In place, what is decoded for the check is kept for the writing, up to this part of the snapshot."""
 
 _Moved = list[tuple[Indices | slice, Words]]
@@ -276,7 +276,7 @@ def _encoded(base: Snapshot, new: Snapshot) -> Iterator[bytes]:
         at = np.empty(0, np.int64)
         if unit.base_offset is not None:
             at = changed(unit.base_words(source), unit.words(target))
-        if unit.base_offset is None or at.size > unit.words(target).size // _MEASURE_FROM:
+        if unit.base_offset is None or at.size > unit.words(target).size // _ALONE_FROM:
             yield from flush()
             pending = None
             mode, body = _smallest(unit, source, target, at)
@@ -293,13 +293,18 @@ def _encoded(base: Snapshot, new: Snapshot) -> Iterator[bytes]:
 
 
 def _smallest(unit: _Unit, source: Bytes, target: Bytes, at: Indices) -> tuple[int, bytes]:
+    """The mode and the body of the shortest encoding of one unit; all are made, unless sparse is good enough."""
     new = unit.words(target)
-    encodings = [(_WHOLE, encode_whole(new))]
+    encodings = []
     if unit.base_offset is not None:
         base = unit.base_words(source)
-        encodings.append((_DENSE, encode_dense(unit.kind, base, new)))
         if at.size <= new.size // SPARSE_ONE_IN:
-            encodings.append((_SPARSE, encode_sparse(unit.kind, base, new, at)))
+            sparse = encode_sparse(unit.kind, base, new, at)
+            if len(sparse) <= unit.nbytes // _GOOD_ENOUGH:
+                return _SPARSE, sparse
+            encodings.append((_SPARSE, sparse))
+        encodings.append((_DENSE, encode_dense(unit.kind, base, new)))
+    encodings.append((_WHOLE, encode_whole(new)))
     return min(encodings, key=lambda encoding: len(encoding[1]))
 
 

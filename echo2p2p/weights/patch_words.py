@@ -23,17 +23,19 @@ Indices = npt.NDArray[np.int64]
 
 SECTION_BYTES = 8 * 2**20
 """No section is longer; what decoding takes beside the snapshot is a few times this."""
-SPARSE_ONE_IN = 4
+SPARSE_ONE_IN = 2
 """A section with more changed words than one in so many is never sparse."""
 
 _MAX_CLASSES = 4
-_MAX_SMALL = 1 / 32
+_MAX_SMALL = 1 / 64
 """All classes of small words together are at most this part of a section: they are looked for on both sides."""
 _CLASS_COST_BITS = 1200.0
 """What one more class costs: its counts, and the Huffman table of its gaps."""
 _SAMPLE_EVERY = 61
 _SCAN_BYTES = 2**18
 """Scanned at once, so that what is compared stays in the cache."""
+_BITMAP_FROM = 4
+"""Above a changed word in so many, a gap has less than the whole bit or two that Huffman's code gives it."""
 _MORE = 255
 """The byte of a gap that goes on: 255 unchanged words, and the rest follows."""
 
@@ -121,7 +123,7 @@ def encode_sparse(kind: Kind, base: Words, new: Words, at: Indices) -> bytes:
         parts.append(len(ranks).to_bytes(4, "little"))
         if len(ranks):
             size = base.size if members is None else members.size
-            parts += [_encode_gaps(ranks, size), _encode_steps(steps[here])]
+            parts += [_encode_ranks(ranks, size), _encode_steps(steps[here])]
     return b"".join(parts)
 
 
@@ -146,7 +148,7 @@ def decode_sparse(kind: Kind, base: Words, reader: Reader) -> Iterator[Changes]:
         if not count:
             continue
         size = base.size if members is None else members.size
-        ranks = _decode_gaps(reader, count, size)
+        ranks = _decode_ranks(reader, count, size)
         yield Changes(ranks if members is None else members[ranks], _decode_steps(reader, count, kind))
 
 
@@ -241,8 +243,15 @@ def _low_bits(count: int, size: int) -> int:
     return max(0, (size // count).bit_length() - 4)
 
 
-def _encode_gaps(ranks: Indices, size: int) -> bytes:
-    """Gaps between ``ranks``: low bits as they are, the rest in bytes of base 255 for zstd's Huffman coder."""
+def _encode_ranks(ranks: Indices, size: int) -> bytes:
+    """Which of ``size`` words changed: a bit a word where many did, else the gaps between ``ranks``.
+
+    Gaps have their low bits as they are, the rest in bytes of base 255; zstd's Huffman coder does the rest.
+    """
+    if len(ranks) * _BITMAP_FROM > size:
+        flags = np.zeros(size, np.bool_)
+        flags[ranks] = True
+        return pack(np.packbits(flags))
     low = _low_bits(len(ranks), size)
     gaps = np.diff(ranks, prepend=-1) - 1
     rest = gaps >> low
@@ -254,7 +263,12 @@ def _encode_gaps(ranks: Indices, size: int) -> bytes:
     return len(high).to_bytes(4, "little") + pack(high) + pack(bits)
 
 
-def _decode_gaps(reader: Reader, count: int, size: int) -> Indices:
+def _decode_ranks(reader: Reader, count: int, size: int) -> Indices:
+    if count * _BITMAP_FROM > size:
+        ranks = np.flatnonzero(np.unpackbits(reader.block(-(-size // 8)), count=size))
+        if ranks.size != count:
+            raise PatchError(f"{ranks.size} changed words are marked, not {count}")
+        return ranks
     low = _low_bits(count, size)
     length = reader.number()
     if not count <= length <= count + (size >> low) // _MORE:
@@ -290,7 +304,8 @@ def _decode_steps(reader: Reader, count: int, kind: Kind) -> Words:
     negative = np.unpackbits(reader.block(-(-count // 8)), count=count).astype(kind.dtype)
     excess = _join([reader.block(count) for _ in range(n_planes)], count, kind)
     # (x ^ -1) + 1 is -x: negation under a mask.
-    return ((excess + kind.dtype.type(1)) ^ (kind.dtype.type(0) - negative)) + negative
+    steps: Words = ((excess + kind.dtype.type(1)) ^ (kind.dtype.type(0) - negative)) + negative
+    return steps
 
 
 # Dense and whole -------------------------------------------------------------------------------------------

@@ -134,11 +134,11 @@ def test_one_percent_of_bf16_words_cost_near_their_entropy() -> None:
 def test_words_that_move_by_their_size_cost_less_than_their_entropy_says() -> None:
     rng = np.random.default_rng(0)
     master = rng.normal(0, 0.02, 2_000_000).astype(np.float32)
-    after = master + np.float32(1e-6) * rng.choice(np.array([-1, 1], np.float32), master.size)
+    after = master + np.float32(2e-7) * rng.choice(np.array([-1, 1], np.float32), master.size)
     base, new = ((each.view(np.uint32) + 0x8000 >> 16).astype(np.uint16) for each in (master, after))
     share = float((base != new).mean())
     entropy = -share * np.log2(share) - (1 - share) * np.log2(1 - share) + share
-    assert len(encode(bf16(base), bf16(new))) * 8 < 0.8 * entropy * base.size
+    assert len(encode(bf16(base), bf16(new))) * 8 < 0.95 * entropy * base.size
 
 
 def test_equal_snapshots_give_a_tiny_patch_and_always_the_same() -> None:
