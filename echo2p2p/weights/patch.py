@@ -5,8 +5,8 @@ After a step at a learning rate of reinforcement learning most words of a policy
 
 * *sparse*: the gaps between changed words, and how far each moved, counted in units in the last place. Small
   floats move more often and farther than large ones, so the words are coded in classes by their magnitude in
-  the base, which both sides hold; within a class the changes are about independent, and one byte a gap under
-  zstd's Huffman coder comes within a few percent of the entropy;
+  the base, which both sides hold; within a class the changes are about independent, and gaps in bytes under
+  zstd's Huffman coder come within a few percent of the entropy;
 * *dense*: how far every word moved;
 * *whole*: the words themselves, as for every tensor that is new or has another shape or dtype;
 
@@ -182,7 +182,7 @@ def apply_in_place(
 
     Raises:
         PatchError: as :func:`apply`; the buffer is unchanged.
-        FingerprintMismatch: the buffer is spoiled, because its maker lied or ``base_fingerprint`` was wrong.
+        FingerprintMismatch: the buffer is spoiled, because the patch lies or ``base_fingerprint`` was wrong.
         ManifestError: ``layout`` is not valid, or does not fit ``buffer``.
     """
     head = _admit(patch, layout, fingerprint, limits)
@@ -195,9 +195,9 @@ def apply_in_place(
         moved = _decoded(section, section.unit.words(target))
         room -= sum(new.nbytes + (at.nbytes if isinstance(at, np.ndarray) else 0) for at, new in moved)
         kept.append(moved if room >= 0 else None)
-    for section, moved_already in zip(_sections(patch, layout, layout), kept, strict=True):
+    for section, decoded in zip(_sections(patch, layout, layout), kept, strict=True):
         words = section.unit.words(target)
-        _write(moved_already or _decoded(section, words), words)
+        _write(_decoded(section, words) if decoded is None else decoded, words)
     return _verified(held, head)
 
 
