@@ -16,6 +16,7 @@
     │   ├── RecordError
     │   ├── ManifestError
     │   ├── ChunkError
+    │   ├── PatchError                a patch is damaged, or starts from another snapshot
     │   └── FingerprintMismatch
     ├── ResourceError             7
     │   ├── OutOfDisk
@@ -98,6 +99,10 @@ class ManifestError(VerificationError):
 
 
 class ChunkError(VerificationError):
+    pass
+
+
+class PatchError(VerificationError):
     pass
 
 

@@ -122,7 +122,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
                 price,
                 row.get("upload_mbit"),
                 row.get("download_mbit"),
-                row.get("tokens_per_s"),
+                row.get("tokens_per_s") or None,
                 mu,
                 rho,
                 row.get("version"),
