@@ -22,7 +22,7 @@ from echo2p2p.data.work import Beat, Decline, FromWorker, Lease, Ready, Submit, 
 from echo2p2p.learning.admission import Refusal, check_claim, check_contents
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.replay import Entry, ReplayBuffer
-from echo2p2p.learning.sessions import SMALL_MESSAGE_BYTES, Session
+from echo2p2p.learning.sessions import Session
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
@@ -31,7 +31,7 @@ MIN_OUTSTANDING_GROUPS = 2
 BYTES_PER_TOKEN = 12
 """On the wire: at most 5 for the id, 4 for its log-probability, and something to spare."""
 SAMPLE_OVERHEAD_BYTES = 512
-PROMPT_BYTES = 8 * 2**20
+PROMPT_BYTES = 2**20
 DECLINERS_TO_SET_ASIDE = 3
 DECLINED_FOLLOWED = 4096
 REFUSALS_LOGGED = 100
@@ -99,12 +99,13 @@ class Dispatcher:
         self._sessions[session.peer] = session
         self._ledger.restore(session.peer)
 
-    def max_message_bytes(self, session: Session) -> int:
-        """What a group of this run can amount to, for a worker that holds leases; little for the others."""
-        if not self._ledger.outstanding(session.peer):
-            return SMALL_MESSAGE_BYTES
+    @property
+    def max_message_bytes(self) -> int:
+        """What a group of this run can amount to. It holds for workers without a lease too: one that comes back
+        to a restarted learner sends what it had been leased by the life before.
+        """
         per_sample = self._settings.max_new_tokens * BYTES_PER_TOKEN + SAMPLE_OVERHEAD_BYTES
-        return SMALL_MESSAGE_BYTES + PROMPT_BYTES + self._settings.samples_per_prompt * per_sample
+        return PROMPT_BYTES + self._settings.samples_per_prompt * per_sample
 
     def remove(self, session: Session) -> None:
         """Its leases stay open for one beat period, in case it was only the connection that went."""

@@ -121,7 +121,12 @@ class Learner:
             )
         self._rates: dict[PeerId, RateEstimator] = {}
         self._sessions = WorkSessions(
-            network, run, self, beat_period_s=options.beat_period_s, max_sessions=options.max_workers
+            network,
+            run,
+            self,
+            max_message_bytes=self._dispatcher.max_message_bytes,
+            beat_period_s=options.beat_period_s,
+            max_sessions=options.max_workers,
         )
         self._provisioner = Provisioner(
             settings.provisioning,
@@ -413,9 +418,6 @@ class Learner:
         )
         self._provisioner.pool_changed()
         return Welcome(self._task, session.version, self._settings.learner.beat_period_s)
-
-    def max_message_bytes(self, session: Session) -> int:
-        return self._dispatcher.max_message_bytes(session)
 
     def advertised(self, session: Session, advert: WorkerAdvert) -> None:
         self._provisioner.account()

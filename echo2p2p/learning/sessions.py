@@ -34,8 +34,6 @@ log = logging.getLogger("echo2p2p.learner")
 
 JOIN_TIMEOUT_S = 15.0
 MAX_JOIN_BYTES = 16 * 1024
-SMALL_MESSAGE_BYTES = 64 * 1024
-"""Enough for everything but a group."""
 WRITE_TIMEOUT_S = 30.0
 VERSIONS_PROVED = 64
 DECLINE_PAUSE_S = 1.0
@@ -193,10 +191,6 @@ class SessionHandler(Protocol):
         """What the worker is greeted with; it has its place already."""
         ...
 
-    def max_message_bytes(self, session: Session) -> int:
-        """How large the next message of this worker may be."""
-        ...
-
     def advertised(self, session: Session, advert: WorkerAdvert) -> None: ...
 
     async def received(self, session: Session, message: FromWorker) -> None: ...
@@ -208,6 +202,7 @@ class WorkSessions:
     """Accepts work sessions on the network and keeps the open ones.
 
     Args:
+        max_message_bytes: a worker that sends a longer one loses its session.
         beat_period_s: how often workers are told to show a sign of life.
         max_sessions: one more is turned away.
     """
@@ -218,12 +213,14 @@ class WorkSessions:
         run: str,
         handler: SessionHandler,
         *,
+        max_message_bytes: int,
         beat_period_s: float,
         max_sessions: int,
     ) -> None:
         self._network = network
         self._run = run
         self._handler = handler
+        self._max_message_bytes = max_message_bytes
         self._beat_period_s = beat_period_s
         self._max_sessions = max_sessions
         self.open: dict[PeerId, Session] = {}
@@ -290,7 +287,7 @@ class WorkSessions:
             message: FromWorker = await receive(
                 session.stream,
                 FromWorker,
-                max_bytes=lambda: self._handler.max_message_bytes(session),
+                max_bytes=self._max_message_bytes,
                 timeout_s=self._beat_period_s * MISSED_BEATS,
             )
             if isinstance(message, Advertise):

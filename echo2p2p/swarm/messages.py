@@ -8,7 +8,6 @@ Raw bytes (chunks) follow a message outside the frame; the message says how many
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,14 +60,11 @@ async def send(stream: Stream, message: Any) -> None:
     await stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
 
-async def receive(
-    stream: Stream, type_: type[T] | Any, *, max_bytes: int | Callable[[], int], timeout_s: float
-) -> T:
+async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeout_s: float) -> T:
     """Read one message of ``type_``.
 
     Args:
-        max_bytes: a longer one is refused before it is read. Where the cap may change while nothing comes, a
-            function that is asked when a message announces itself.
+        max_bytes: a longer one is refused before it is read.
         timeout_s: for the whole message, its first byte included.
 
     Raises:
@@ -80,10 +76,9 @@ async def receive(
     try:
         async with asyncio.timeout(timeout_s):
             length = int.from_bytes(await stream.read_exactly(_LENGTH_BYTES), "big")
-            cap = max_bytes() if callable(max_bytes) else max_bytes
-            if length > cap:
+            if length > max_bytes:
                 raise MessageTooLarge(
-                    f"{stream.remote} announced a message of {length} bytes, {cap} are allowed"
+                    f"{stream.remote} announced a message of {length} bytes, {max_bytes} are allowed"
                 )
             body = await stream.read_exactly(length)
     except TimeoutError:

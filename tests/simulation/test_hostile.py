@@ -272,6 +272,25 @@ def test_a_learner_that_goes_on_from_an_older_checkpoint_uses_no_version_number_
     assert "of a version that was never published" not in dropped
 
 
+def test_a_worker_with_much_unanswered_work_comes_back_to_a_restarted_learner():
+    """Groups of more than a mebibyte, of leases that the new life of the learner knows nothing of."""
+
+    async def play(world):
+        world.run.mean_tokens = 40_000.0
+        await world.start(2, tokens_per_s=50_000.0)
+        await asyncio.sleep(120)
+        await world.restart_learner()
+        await asyncio.sleep(60)
+        steps = await world.steps_in(300)
+        sessions = [w.gone_s for w in world.learner.status().workers]
+        await world.stop()
+        return steps, sessions
+
+    steps, sessions = played(play, "learner.max_new_tokens=100000", "learner.lease_s=200")
+    assert sessions == [None, None]
+    assert steps > 10
+
+
 def test_a_worker_that_missed_the_goodbye_of_a_finished_run_leaves_all_the_same():
     async def play(world):
         await world.start(2)
