@@ -176,7 +176,9 @@ class WorkerSettings(Section):
     gpu: str | None = Field(None, description="announced GPU type; empty: as found")
     upload_mbit: Positive = Field(100, description="announced upload bandwidth, Mbit/s")
     download_mbit: Positive = Field(100, description="announced download bandwidth, Mbit/s")
-    tokens_per_s: Positive | None = Field(None, description="announced speed; empty: a guess by GPU")
+    tokens_per_s: Positive | None = Field(
+        None, description="announced speed; empty: none, the learner assumes the usual until it has measured"
+    )
     limit_tokens_per_s: Positive | None = Field(
         None, description="never generate faster than this, so that others can use the machine"
     )

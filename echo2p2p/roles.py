@@ -3,7 +3,8 @@
 The roles themselves take their network, clock, store and engine as arguments; this is the one place that
 decides which. The command line calls it, and so can any program::
 
-    await run_worker(load([Path("worker.toml")]), "my-run@12D3KooW…", RunDir.open(Path("worker")), stop=stop)
+    settings, folder = load([Path("worker.toml")]), RunDir.open(Path("worker"))
+    await run_worker(settings, "my-run@12D3KooW…", folder, stop=asyncio.Event(), joined=print)
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from echo2p2p.config import Settings
 from echo2p2p.data.task import make_task
 from echo2p2p.errors import SettingsError
 from echo2p2p.rundir import RunDir
-from echo2p2p.swarm.clock import SystemClock
 from echo2p2p.swarm.directory import Directory
-from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.records import Keys, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.store import DiskStore
@@ -242,7 +241,7 @@ async def run_worker(
             directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
             build=lambda task, assets: asyncio.to_thread(_build_engine, settings, run_dir, task, assets),
             events=events,
-            rng=random.Random(settings.seed ^ hash(network.peer_id)),
+            rng=random.Random(f"{settings.seed} {network.peer_id}"),
         )
         try:
             await subscriber.start()
@@ -280,11 +279,6 @@ def describe(settings: Settings) -> WorkerAdvert:
         state="standby",
         software=__version__,
     )
-
-
-def identity_of(settings: Settings, run_dir: RunDir) -> Identity:
-    """The identity that a node with these settings has in this folder."""
-    return Identity.load_or_create(settings.swarm.identity_path or run_dir.identity)
 
 
 def torch_device(wanted: str) -> str:
@@ -415,6 +409,3 @@ async def _count_peers(network: HivemindNetwork, events: EventLog) -> None:
     while True:
         events.emit("peers", count=len(await network.peers()))
         await asyncio.sleep(60)
-
-
-__all__ = ["SystemClock", "describe", "identity_of", "join", "run_bootstrap", "run_learner", "run_worker"]

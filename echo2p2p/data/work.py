@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from echo2p2p.data.trajectory import Group, Sampling
+from echo2p2p.swarm.messages import PROTOCOL_VERSION
 from echo2p2p.swarm.records import Name, NonNegative, Version
 
 WORK_PROTOCOL = "work"
@@ -115,10 +116,11 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The session ends. ``retry`` says whether it makes sense to come back."""
+    """The session ends. ``retry`` says whether it makes sense to come back; ``protocol`` is the learner's."""
 
     reason: Text
     retry: bool
+    protocol: Count = PROTOCOL_VERSION
 
 
 class Activate(msgspec.Struct, frozen=True, tag="activate"):

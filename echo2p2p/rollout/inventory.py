@@ -7,15 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inventory:
-    """``gpu`` is the driver's name for it, or CPU; ``memory_gib`` of one GPU, or of the machine.
-
-    ``tokens_per_s`` is no more than an order of magnitude; the learner measures.
-    """
+    """``gpu`` is the driver's name for it, or CPU; ``memory_gib`` of one GPU, or of the machine."""
 
     gpu: str
     gpu_count: int
     memory_gib: float
-    tokens_per_s: float
 
 
 def look() -> Inventory:
@@ -34,7 +30,7 @@ def look() -> Inventory:
             return _cpu()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-        return Inventory(str(pynvml.nvmlDeviceGetName(handle)), count, round(memory_gib, 1), 2000.0 * count)
+        return Inventory(str(pynvml.nvmlDeviceGetName(handle)), count, round(memory_gib, 1))
     except pynvml.NVMLError:
         return _cpu()
     finally:
@@ -44,4 +40,4 @@ def look() -> Inventory:
 def _cpu() -> Inventory:
     import psutil
 
-    return Inventory("CPU", 0, round(psutil.virtual_memory().total / 2**30, 1), 500.0)
+    return Inventory("CPU", 0, round(psutil.virtual_memory().total / 2**30, 1))

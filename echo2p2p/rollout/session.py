@@ -29,7 +29,7 @@ from echo2p2p.data.work import (
     Verdict,
     Welcome,
 )
-from echo2p2p.errors import Echo2p2pError, ProtocolError, SettingsError, TurnedAway
+from echo2p2p.errors import Echo2p2pError, IncompatibleVersion, ProtocolError, SettingsError, TurnedAway
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.swarm.records import Keys, ManifestRecord, check_live
@@ -120,13 +120,13 @@ class LearnerSession:
         """Hold a session until the run is finished or :meth:`stop` is called.
 
         Raises:
-            TurnedAway: the learner refuses this worker for good.
+            TurnedAway, IncompatibleVersion: the learner refuses this worker for good.
         """
         while not self._stop.is_set():
             try:
                 if await self._hold():
                     return
-            except (TurnedAway, SettingsError):
+            except (TurnedAway, IncompatibleVersion, SettingsError):
                 raise
             except Echo2p2pError as error:
                 self._events.emit("session", state="lost", reason=error.message)
@@ -189,6 +189,11 @@ class LearnerSession:
             self._task = answer.task
             self._retry_s = FIRST_RETRY_S
             return answer
+        if answer.protocol != PROTOCOL_VERSION:
+            raise IncompatibleVersion(
+                f"the learner speaks protocol {answer.protocol}, this worker {PROTOCOL_VERSION}",
+                hint="install the release that the learner runs",
+            )
         if not answer.retry:
             raise TurnedAway(f"the learner turned this worker away: {answer.reason}")
         self._events.emit("session", state="turned away", reason=answer.reason)

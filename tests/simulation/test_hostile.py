@@ -17,7 +17,7 @@ from echo2p2p.data.work import (
     Submit,
     Welcome,
 )
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import EngineError, IncompatibleVersion
 from echo2p2p.simulation.engine import ModelledEngine
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.directory import Directory
@@ -307,6 +307,28 @@ def test_a_worker_that_missed_the_goodbye_of_a_finished_run_leaves_all_the_same(
         return len(done)
 
     assert played(play) == 2
+
+
+def test_a_worker_of_another_protocol_leaves_with_its_own_error():
+    async def play(world):
+        await world.start(0)
+        await asyncio.sleep(1)
+
+        async def answer_for_a_later_release(stream):
+            await receive(stream, Join, max_bytes=65536, timeout_s=5)
+            await send(stream, Goodbye("this run speaks protocol 2", False, 2))
+
+        await world.network.handle(protocol_id(WORK_PROTOCOL), answer_for_a_later_release)
+        worker, _ = await world.run.start_worker(WorkerModel(0.3, 200.0), 0)
+        try:
+            await worker.run()
+        except* IncompatibleVersion as group:
+            code = group.exceptions[0].exit_code
+        world.learner.stop()
+        await world.life
+        return code
+
+    assert played(play) == 6
 
 
 def test_fuzzed_messages_of_a_joined_worker_harm_nobody():
