@@ -191,6 +191,9 @@ class WeightsSettings(Section):
     keep_versions: Annotated[int, Field(ge=1, le=1000)] = Field(
         3, description="versions kept on disk and served"
     )
+    max_patch_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="a patch travels only if smaller than this share of its snapshot; 0: never"
+    )
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 

@@ -164,6 +164,7 @@ async def run_learner(
             store,
             chunk_bytes=settings.weights.chunk_kib * 1024,
             keep_versions=settings.weights.keep_versions,
+            max_patch_share=settings.weights.max_patch_share,
         )
         await publisher.start()
         state = None

@@ -212,7 +212,8 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
         return {
             "run": verified.run,
             "version": verified.version,
-            "base_version": verified.base_version,
+            "base_version": verified.patch.base_version if verified.patch else None,
+            "patch_bytes": verified.patch.nbytes if verified.patch else None,
             "manifest_digest": record.body.manifest_digest,
             "manifest_bytes": len(body),
             "fingerprint": verified.fingerprint,

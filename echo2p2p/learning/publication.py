@@ -107,6 +107,7 @@ class Publication:
             version=version,
             snapshot_bytes=published.manifest.nbytes,
             chunks=published.manifest.n_chunks,
+            patch_bytes=published.manifest.patch.nbytes if published.manifest.patch else 0,
         )
         for session in active:
             self.announce(session)

@@ -85,6 +85,7 @@ KINDS: Mapping[str, Kind] = {
             "version": "policy version",
             "snapshot_bytes": "size of the whole snapshot",
             "chunks": "number of chunks",
+            "patch_bytes": "size of the patch on the version before; 0 if the version travels whole",
             "gate": "what the publication gate found, where it ran",
         },
     ),

@@ -88,7 +88,7 @@ class ChunkServer:
         """No longer answer for a version. Lanes that are open for it get what is here, then nothing."""
         holding = self._holdings.pop(digest, None)
         if holding is not None:
-            holding.abandon()
+            holding.expect(range(0))
 
     def keep_newest(self, count: int) -> None:
         """Drop all but the newest ``count`` versions, and their counters."""

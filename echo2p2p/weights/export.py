@@ -75,16 +75,17 @@ def _parse(body: bytes) -> Manifest:
 
 
 def _whole(store: DiskStore, body: bytes) -> bool:
-    return all(store.has(digest) for digest in _parse(body).digests())
+    manifest = _parse(body)
+    return all(store.has(manifest.chunk_digest(index)) for index in manifest.whole)
 
 
 def _assemble(store: DiskStore, body: bytes) -> tuple[Manifest, Snapshot]:
     manifest = _parse(body)
     buffer = bytearray(manifest.total_bytes)
-    for index in range(manifest.n_chunks):
+    for index in manifest.whole:
         start, end = manifest.chunk_span(index)
         buffer[start:end] = _held(store, manifest.chunk_digest(index), f"chunk {index}")
-    del buffer[manifest.nbytes :]  # the assets
+    del buffer[manifest.nbytes :]  # the assets, and the room of a patch
     snapshot = Snapshot(manifest.layout, buffer)
     if snapshot.fingerprint() != manifest.fingerprint:
         raise FingerprintMismatch(f"version {manifest.version} does not have the fingerprint that was signed")

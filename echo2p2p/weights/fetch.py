@@ -39,6 +39,9 @@ _NAMED = 5
 class Fetch:
     """The fetch of one version into ``buffer``, which is the buffer of ``holding`` too.
 
+    Args:
+        wanted: the chunks to fetch; the others are left alone.
+
     Attributes:
         bytes_from_learner, bytes_from_peers: chunk bytes that came over the network.
     """
@@ -51,6 +54,7 @@ class Fetch:
         version: str,
         holding: Holding,
         buffer: bytearray,
+        wanted: range,
         standing: Standing,
         limits: FetchLimits,
     ) -> None:
@@ -62,6 +66,10 @@ class Fetch:
         self._holding = holding
         self._manifest = holding.manifest
         self._buffer = buffer
+        self._wanted = wanted
+        spans = [self._manifest.chunk_span(index) for index in (*wanted[:1], *wanted[-1:])]
+        nbytes = spans[-1][1] - spans[0][0] if spans else 0
+        self._mean_chunk_bytes = max(1.0, nbytes / max(1, len(wanted)))
         self._standing = standing
         self._limits = limits
         self._lanes: dict[PeerId, Lane] = {}
@@ -75,7 +83,7 @@ class Fetch:
         self.bytes_from_peers = 0
 
     async def run(self) -> None:
-        """Fetch what is missing. Every chunk is in the buffer and in the store afterwards.
+        """Fetch what is missing. Every wanted chunk is in the buffer and in the store afterwards.
 
         Raises:
             PeerUnreachable: nobody is left to be asked for something.
@@ -102,7 +110,12 @@ class Fetch:
     def _load_from_store(self) -> list[int]:
         """Copy what the store already has into the buffer: an earlier try, or chunks that did not change."""
         here = []
-        for index in range(self._manifest.n_chunks):
+        for index in self._wanted:
+            if self._holding.holds(index):
+                # Another way to this version was tried before, and may have ended before this was stored.
+                self._store_chunks([index])
+                here.append(index)
+                continue
             start, end = self._manifest.chunk_span(index)
             data = self._store.get(self._manifest.chunk_digest(index))
             if data is not None and len(data) == end - start:
@@ -117,7 +130,7 @@ class Fetch:
             relay_plan(self._manifest.n_chunks, self._manifest.members),
             me=self._network.peer_id,
             learner=self._learner,
-            have=here,
+            have=(set(range(self._manifest.n_chunks)) - set(self._wanted)).union(here),
             suspects=self._standing.suspects(),
             banned=self._standing.banned,
         )
@@ -230,7 +243,7 @@ class Fetch:
             if silent_s > self._limits.patience_s and self._last_chunk_s > lane.last_chunk_s:
                 yield lane, 0
             elif 2 * idle >= len(lanes) - 1 > 0 and elapsed_s > self._limits.slow_s:
-                per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._manifest.chunk_bytes
+                per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._mean_chunk_bytes
                 if load > per_s * max(self._limits.slow_s, elapsed_s / 2):
                     yield lane, int(per_s)
 

@@ -1,5 +1,7 @@
 """What a peer holds of a version, also while it arrives, and what another peer wants of it.
 
+The whole of a version and its patch are chunks alike; a peer may hold or expect one of them without the other.
+
 Guarantee: a chunk that somebody waits for is handed to all who wait in the moment that it is verified.
 """
 
@@ -19,6 +21,10 @@ class Holding:
     """One version as far as this peer has it.
 
     While it arrives, chunks are read from ``buffer`` (``manifest.total_bytes``); afterwards from the store.
+
+    Args:
+        here: the chunks that are in the store already.
+        buffer: None if nothing more is to arrive.
     """
 
     def __init__(
@@ -28,6 +34,7 @@ class Holding:
         store: ChunkStore,
         clock: Clock,
         *,
+        here: Iterable[int] = (),
         buffer: bytearray | None = None,
     ) -> None:
         self.manifest = manifest
@@ -35,15 +42,18 @@ class Holding:
         self._store = store
         self._clock = clock
         self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None
-        self.arriving = buffer is not None
         self.last_arrival_s = clock.monotonic()
+        self._expected = range(0)
         self._here = bytearray(manifest.n_chunks)
+        for index in here:
+            self._here[index] = 1
         self._lanes: set[OutgoingLane] = set()
-        if buffer is None:
-            self.complete()
 
     def holds(self, index: int) -> bool:
         return bool(self._here[index])
+
+    def expects(self, index: int) -> bool:
+        return index in self._expected
 
     def add(self, index: int) -> None:
         """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
@@ -53,16 +63,15 @@ class Holding:
             lane.arrived(index)
 
     def complete(self) -> None:
-        """Every chunk is in the store; the buffer is no longer read."""
-        self.arriving = False
-        self._here = bytearray(b"\1" * self.manifest.n_chunks)
+        """Every chunk that is here is in the store; the buffer is no longer read, and nothing more will arrive."""
         self._buffer = None
+        self.expect(range(0))
 
-    def abandon(self) -> None:
-        """Nothing more will arrive: nobody needs to wait for it."""
-        self.arriving = False
+    def expect(self, indices: range) -> None:
+        """Nothing but ``indices`` may still arrive: nobody needs to wait for others."""
+        self._expected = indices
         for lane in self._lanes:
-            lane.expect_no_more()
+            lane.expect_less()
 
     async def read(self, index: int) -> bytes | memoryview | None:
         """The bytes of a chunk that is held; None if the store has lost it."""
@@ -101,7 +110,7 @@ class OutgoingLane:
             self._wanted.add(index)
             if self._holding.holds(index):
                 self._ready[index] = None
-            elif request.wait and self._holding.arriving:
+            elif request.wait and self._holding.expects(index):
                 self._waiting[index] = self._clock.monotonic()
             else:
                 self._missing[index] = None
@@ -118,9 +127,10 @@ class OutgoingLane:
             self._ready[index] = None
             self.wake.set()
 
-    def expect_no_more(self) -> None:
-        self._missing.update(dict.fromkeys(self._waiting))
-        self._waiting.clear()
+    def expect_less(self) -> None:
+        for index in [index for index in self._waiting if not self._holding.expects(index)]:
+            del self._waiting[index]
+            self._missing[index] = None
         self.wake.set()
 
     def next_ready(self) -> int | None:
@@ -163,8 +173,9 @@ def restore(
         except ManifestError:
             # Another run's, or damaged: it is not served, and goes when the store is pruned.
             continue
-        if all(store.has(each) for each in manifest.digests()):
-            found[digest(body)] = Holding(manifest, body, store, clock)
+        here = [index for index in range(manifest.n_chunks) if store.has(manifest.chunk_digest(index))]
+        if here[: len(manifest.whole)] == list(manifest.whole):
+            found[digest(body)] = Holding(manifest, body, store, clock, here=here)
     return found
 
 

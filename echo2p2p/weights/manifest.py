@@ -56,21 +56,38 @@ class Asset(msgspec.Struct, frozen=True):
     nbytes: Annotated[int, Meta(ge=0, le=2**30)]
 
 
+class Patch(msgspec.Struct, frozen=True):
+    """The other way to a version, for those who hold an earlier one (:mod:`echo2p2p.weights.patch`).
+
+    Its chunks come behind the assets.
+
+    Attributes:
+        base_version, base_fingerprint: the snapshot that it starts from.
+        chunk_bytes: size of every chunk of it but the last.
+        chunks: their BLAKE3 digests, 32 bytes each, one after another.
+    """
+
+    base_version: Annotated[int, Meta(ge=0, le=2**53)]
+    base_fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    nbytes: Annotated[int, Meta(ge=1, le=2**50)]
+    chunk_bytes: Annotated[int, Meta(ge=1024, le=16 * 2**20)]
+    chunks: bytes
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One policy version.
 
     Attributes:
-        base_version: the version that a patch starts from; None where the chunks are the whole snapshot.
         fingerprint: of the whole snapshot (:meth:`Snapshot.fingerprint`).
         chunk_bytes: size of every chunk but the last, which ends where the snapshot ends.
         chunks: the BLAKE3 digests of the snapshot's chunks, 32 bytes each, one after another.
         members: the workers that relay this version, in the order of the relay plan.
+        patch: None where a patch would not be small enough to pay, or there is nothing to start from.
     """
 
     protocol: int
     run: Annotated[str, Meta(max_length=130)]
     version: Annotated[int, Meta(ge=0, le=2**53)]
-    base_version: Annotated[int, Meta(ge=0, le=2**53)] | None
     hash: Literal["blake3"]
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     layout: Layout
@@ -78,6 +95,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunks: bytes
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
     assets: Annotated[tuple[Asset, ...], Meta(max_length=MAX_ASSETS)]
+    patch: Patch | None
 
     @property
     def nbytes(self) -> int:
@@ -86,32 +104,51 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the snapshot and, behind it, of all assets."""
-        return self.nbytes + sum(asset.nbytes for asset in self.assets)
+        """Bytes of the snapshot and, behind it, of all assets and of the patch."""
+        return self._patch_offset + (self.patch.nbytes if self.patch else 0)
 
     @property
     def n_chunks(self) -> int:
-        """Chunks of the snapshot, and one for each asset."""
-        return len(self.chunks) // DIGEST_BYTES + len(self.assets)
+        """Chunks of the snapshot, one for each asset, and those of the patch."""
+        return self.whole.stop + (len(self.patch.chunks) // DIGEST_BYTES if self.patch else 0)
+
+    @property
+    def whole(self) -> range:
+        """The chunks that are this version: of the snapshot and of the assets."""
+        return range(len(self.chunks) // DIGEST_BYTES + len(self.assets))
+
+    @property
+    def by_patch(self) -> range:
+        """The chunks that make this version out of the base of its patch: of the assets and of the patch."""
+        return range(len(self.chunks) // DIGEST_BYTES, self.n_chunks)
+
+    @property
+    def _patch_offset(self) -> int:
+        return self.nbytes + sum(asset.nbytes for asset in self.assets)
 
     def chunk_digest(self, index: int) -> bytes:
         """The BLAKE3 digest of chunk ``index``."""
         past = index - len(self.chunks) // DIGEST_BYTES
-        if past >= 0:
+        if 0 <= past < len(self.assets):
             return self.assets[past].digest
-        return self.chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        if past >= 0 and self.patch is not None:
+            return _digest_at(self.patch.chunks, past - len(self.assets))
+        return _digest_at(self.chunks, index)
 
     def chunk_span(self, index: int) -> tuple[int, int]:
-        """Where chunk ``index`` begins and ends in the snapshot with the assets behind it."""
+        """Where chunk ``index`` begins and ends in the snapshot with the assets and the patch behind it."""
         past = index - len(self.chunks) // DIGEST_BYTES
-        if past >= 0:
+        if 0 <= past < len(self.assets):
             start = self.nbytes + sum(asset.nbytes for asset in self.assets[:past])
             return start, start + self.assets[past].nbytes
+        if past >= 0 and self.patch is not None:
+            start = self._patch_offset + (past - len(self.assets)) * self.patch.chunk_bytes
+            return start, min(start + self.patch.chunk_bytes, self.total_bytes)
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.nbytes)
 
     def digests(self) -> set[bytes]:
-        """Everything that must be held to have this version."""
+        """Everything that may be held of this version."""
         return {self.chunk_digest(index) for index in range(self.n_chunks)}
 
 
@@ -235,16 +272,14 @@ def _check_contents(manifest: Manifest, limits: ManifestLimits) -> None:
     """Everything that follows from the manifest alone."""
     if manifest.protocol != PROTOCOL_VERSION:
         raise ManifestError(f"manifest of protocol {manifest.protocol}, not {PROTOCOL_VERSION}")
-    if manifest.base_version is not None:
-        raise ManifestError(f"version {manifest.version} is a patch, which this software cannot apply")
     manifest.layout.validate()
     if manifest.nbytes > limits.max_snapshot_bytes:
         raise ManifestError(f"snapshot of {manifest.nbytes} bytes, {limits.max_snapshot_bytes} are allowed")
-    n_chunks = -(-manifest.nbytes // manifest.chunk_bytes)
+    n_chunks = _count_chunks(manifest.nbytes, manifest)
+    if manifest.patch is not None:
+        n_chunks += _check_patch(manifest.patch, manifest)
     if n_chunks > limits.max_chunks:
         raise ManifestError(f"{n_chunks} chunks, {limits.max_chunks} are allowed", hint="use larger chunks")
-    if len(manifest.chunks) != n_chunks * DIGEST_BYTES:
-        raise ManifestError(f"{n_chunks} chunks, but {len(manifest.chunks)} bytes of digests")
     _check_members(manifest)
     names = [asset.name for asset in manifest.assets]
     if names != sorted(set(names)):
@@ -256,6 +291,28 @@ def _check_contents(manifest: Manifest, limits: ManifestLimits) -> None:
             raise ManifestError(
                 f"asset {asset.name} of {asset.nbytes} bytes, {limits.max_asset_bytes} are allowed"
             )
+
+
+def _check_patch(patch: Patch, manifest: Manifest) -> int:
+    """How many chunks ``patch`` has."""
+    if patch.base_version >= manifest.version:
+        raise ManifestError(f"version {manifest.version} is a patch on version {patch.base_version}")
+    # A patch that is larger than what it makes has no use, so what is allowed for a snapshot bounds it too.
+    if patch.nbytes > manifest.nbytes:
+        raise ManifestError(f"patch of {patch.nbytes} bytes, {manifest.nbytes} are allowed")
+    return _count_chunks(patch.nbytes, patch)
+
+
+def _count_chunks(nbytes: int, listed: Manifest | Patch) -> int:
+    """How many chunks ``nbytes`` are; each must have its digest."""
+    n_chunks = -(-nbytes // listed.chunk_bytes)
+    if len(listed.chunks) != n_chunks * DIGEST_BYTES:
+        raise ManifestError(f"{n_chunks} chunks, but {len(listed.chunks)} bytes of digests")
+    return n_chunks
+
+
+def _digest_at(digests: bytes, index: int) -> bytes:
+    return digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
 def _check_members(manifest: Manifest) -> None:

@@ -1,9 +1,11 @@
 """The learner's side: cuts a snapshot into chunks, signs the manifest, and serves the first copy of each.
 
+Where it is small enough to pay, a patch on the version before is cut into chunks of its own behind them.
+
 Guarantees:
 
 * One version has one manifest, across restarts too: what the store has of a version is what is announced.
-* Hashing and writing happen off the loop.
+* Comparing, hashing and writing happen off the loop.
 """
 
 from __future__ import annotations
@@ -22,18 +24,27 @@ from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, Server
 from echo2p2p.weights.holding import Holding, restore
 from echo2p2p.weights.manifest import (
     DEFAULT_LIMITS,
+    DIGEST_BYTES,
     Asset,
     Manifest,
     ManifestLimits,
     Member,
+    Patch,
     digest,
     sign,
 )
+from echo2p2p.weights.patch import encode
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import ChunkStore
 
 DEFAULT_CHUNK_BYTES = 128 * 1024
 """Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
+DEFAULT_MAX_PATCH_SHARE = 0.5
+"""A larger patch would cost those who cannot use it nothing, but its maker and its takers more than it saves."""
+_PATCH_CHUNKS = 64
+"""A patch has about so many chunks at least, so that all members take part in relaying it,"""
+_MIN_PATCH_CHUNK_BYTES = 8 * 1024
+"""unless they would be smaller than this."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class WeightPublisher:
         network: its identity must be the run's learner.
         store: holds the last ``keep_versions`` versions, which are served again after a restart.
         chunk_bytes: of the smallest chunks; larger ones are used where there would be too many.
+        max_patch_share: a patch travels only if it is smaller than this share of its snapshot; 0 for never.
 
     Raises:
         ManifestError: ``network`` is not the learner of ``run``.
@@ -66,6 +78,7 @@ class WeightPublisher:
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         keep_versions: int = 2,
+        max_patch_share: float = DEFAULT_MAX_PATCH_SHARE,
         limits: ManifestLimits = DEFAULT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
     ) -> None:
@@ -77,9 +90,11 @@ class WeightPublisher:
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._keep_versions = max(1, keep_versions)
+        self._max_patch_share = max_patch_share
         self._limits = limits
         self._server = ChunkServer(network, server_limits)
         self._published: dict[int, Published] = {}
+        self._base: tuple[int, str, Snapshot] | None = None
 
     async def start(self) -> None:
         """Serve, beginning with the versions that an earlier life left in the store."""
@@ -125,14 +140,17 @@ class WeightPublisher:
             published = self._published[version]
             if published.manifest.fingerprint != fingerprint:
                 raise ManifestError(f"version {version} was published before, with other weights")
+            if published is self.newest:
+                self._base = (version, fingerprint, snapshot)
             return published
         if self.newest is not None and version < self.newest.manifest.version:
             raise ManifestError(f"version {version} is older than what is published")
         manifest, body = await self._clock.offload(
             lambda: self._cut(snapshot, fingerprint, version, tuple(members), assets)
         )
-        holding = Holding(manifest, body, self._store, self._clock)
+        holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
+        self._base = (version, fingerprint, snapshot)
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
         return published
 
@@ -156,15 +174,10 @@ class WeightPublisher:
         assets: Mapping[str, bytes],
     ) -> tuple[Manifest, bytes]:
         """Store every chunk and asset and the signed manifest; blocks."""
-        data = snapshot.data
         chunk_bytes = self._chunk_bytes
-        while len(data) > chunk_bytes * self._limits.max_chunks:
+        while len(snapshot.data) * (1 + self._max_patch_share) > chunk_bytes * self._limits.max_chunks:
             chunk_bytes *= 2
-        chunks = []
-        for start in range(0, len(data), chunk_bytes):
-            chunk = data[start : start + chunk_bytes]
-            chunks.append(blake3(chunk).digest())
-            self._store.put(chunks[-1], chunk)
+        chunks = self._store_chunks(snapshot.data, chunk_bytes)
         listed = []
         for name, content in sorted(assets.items()):
             listed.append(Asset(name, blake3(content).digest(), len(content)))
@@ -173,15 +186,40 @@ class WeightPublisher:
             protocol=PROTOCOL_VERSION,
             run=self._run,
             version=version,
-            base_version=None,
             hash="blake3",
             fingerprint=fingerprint,
             layout=snapshot.layout,
             chunk_bytes=chunk_bytes,
-            chunks=b"".join(chunks),
+            chunks=chunks,
             members=members,
             assets=tuple(listed),
+            patch=self._patch(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES),
         )
         body = sign(self._network.identity, manifest)
         self._store.pin(version, body, manifest.digests())
         return manifest, body
+
+    def _patch(self, snapshot: Snapshot, fingerprint: str, chunk_bytes: int, n_chunks: int) -> Patch | None:
+        """Store the patch on the version published last, if it pays and there is room for its chunks; blocks."""
+        if self._base is None or self._max_patch_share <= 0:
+            return None
+        version, base_fingerprint, base = self._base
+        if base.layout != snapshot.layout:
+            return None
+        data = encode(base, snapshot, base_fingerprint=base_fingerprint, fingerprint=fingerprint)
+        if len(data) >= self._max_patch_share * snapshot.layout.nbytes:
+            return None
+        chunk_bytes = max(_MIN_PATCH_CHUNK_BYTES, min(chunk_bytes, len(data) // _PATCH_CHUNKS))
+        if n_chunks - -(len(data) // -chunk_bytes) > self._limits.max_chunks:
+            return None
+        chunks = self._store_chunks(memoryview(data), chunk_bytes)
+        return Patch(version, base_fingerprint, len(data), chunk_bytes, chunks)
+
+    def _store_chunks(self, data: memoryview, chunk_bytes: int) -> bytes:
+        """Store ``data`` in chunks; their digests, one after another."""
+        digests = []
+        for start in range(0, len(data), chunk_bytes):
+            chunk = data[start : start + chunk_bytes]
+            digests.append(blake3(chunk).digest())
+            self._store.put(digests[-1], chunk)
+        return b"".join(digests)

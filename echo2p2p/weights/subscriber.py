@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo2p2p.errors import FingerprintMismatch, ManifestError, OutOfDisk, PeerUnreachable, SwarmError
+from echo2p2p.errors import ManifestError, OutOfDisk, PeerUnreachable, SwarmError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import Keys, ManifestRecord
+from echo2p2p.weights.arrival import Arrival, usable_base
 from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
-from echo2p2p.weights.fetch import Fetch
 from echo2p2p.weights.holding import Holding, restore
 from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_manifest
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
@@ -47,6 +47,9 @@ class Fetched:
 class WeightSubscriber:
     """Follows the versions of one run and relays them.
 
+    The newest snapshot stays in memory, for the patch of the next version to start from; after a restart there
+    is none, and the next version is fetched whole.
+
     Args:
         store: where chunks are kept; they survive a restart, as does the memory of the newest version seen.
         keep_versions: how many versions stay in the store and are served to others.
@@ -75,6 +78,7 @@ class WeightSubscriber:
         self._server = ChunkServer(network, server_limits)
         self._standing = Standing(self._learner)
         self._members: tuple[PeerId, ...] = ()
+        self._newest: Fetched | None = None
 
     async def start(self) -> None:
         """Take up what an earlier life left in the store, and serve it.
@@ -129,28 +133,23 @@ class WeightSubscriber:
             self._network.know(member.peer, member.addresses)
 
         version = record.manifest_digest
+        base = await self._clock.offload(lambda: self._base(manifest))
         buffer = bytearray(manifest.total_bytes)
         holding = Holding(manifest, body, self._store, self._clock, buffer=buffer)
         self._server.serve(version, holding)
-        fetch = Fetch(
+        arrival = Arrival(
             self._network,
             self._store,
             self._learner,
             version,
             holding,
             buffer,
+            base,
             self._standing,
             self._fetch_limits,
         )
         try:
-            await fetch.run()
-            snapshot = Snapshot(manifest.layout, memoryview(buffer)[: manifest.nbytes])
-            fingerprint = await self._clock.offload(snapshot.fingerprint)
-            if fingerprint != manifest.fingerprint:
-                raise FingerprintMismatch(
-                    f"version {manifest.version} has fingerprint {fingerprint}, its manifest says "
-                    f"{manifest.fingerprint}"
-                )
+            snapshot = await arrival.run()
         except BaseException as error:
             self._server.drop(version)
             if isinstance(error, OutOfDisk):
@@ -161,8 +160,21 @@ class WeightSubscriber:
         holding.complete()
         self._server.keep_newest(self._keep_versions)
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
-        assets = _assets(manifest, buffer)
-        return Fetched(manifest, snapshot, assets, fetch.bytes_from_learner, fetch.bytes_from_peers, fetch_s)
+        self._newest = Fetched(
+            manifest,
+            snapshot,
+            _assets(manifest, buffer),
+            arrival.bytes_from_learner,
+            arrival.bytes_from_peers,
+            fetch_s,
+        )
+        return self._newest
+
+    def _base(self, manifest: Manifest) -> Snapshot | None:
+        newest = self._newest
+        if newest is None:
+            return None
+        return usable_base(manifest, newest.snapshot, newest.manifest, self._store)
 
     def _remember(self, manifest: Manifest, body: bytes) -> None:
         self._store.remember(self._verifier.trusted)
@@ -202,7 +214,7 @@ class WeightSubscriber:
 
 
 def _assets(manifest: Manifest, buffer: bytearray) -> dict[str, bytes]:
-    first = manifest.n_chunks - len(manifest.assets)
+    first = manifest.whole.stop - len(manifest.assets)
     spans = [manifest.chunk_span(first + at) for at in range(len(manifest.assets))]
     return {
         asset.name: bytes(buffer[start:end])

@@ -13,6 +13,7 @@ from echo2p2p.weights.manifest import (
     ManifestLimits,
     ManifestVerifier,
     Member,
+    Patch,
     Trusted,
     digest,
     sign,
@@ -31,7 +32,6 @@ def manifest(version: int = 3, **changes: Any) -> Manifest:
         "protocol": 1,
         "run": RUN,
         "version": version,
-        "base_version": None,
         "hash": "blake3",
         "fingerprint": "ab" * 32,
         "layout": layout,
@@ -39,8 +39,20 @@ def manifest(version: int = 3, **changes: Any) -> Manifest:
         "chunks": bytes(96),
         "members": (Member(STRANGER.peer_id, 50.0),),
         "assets": (Asset("config.json", b"c" * 32, 10),),
+        "patch": None,
     }
     return Manifest(**(fields | changes))
+
+
+def patch(**changes: Any) -> Patch:
+    fields: dict[str, Any] = {
+        "base_version": 2,
+        "base_fingerprint": "cd" * 32,
+        "nbytes": 1500,
+        "chunk_bytes": 1024,
+        "chunks": b"p" * 64,
+    }
+    return Patch(**(fields | changes))
 
 
 def sealed(value: Any, identity: Identity = LEARNER, domain: bytes = DOMAIN) -> bytes:
@@ -174,7 +186,6 @@ HOSTILE: list[dict[str, Any]] = [
     {"protocol": 2},
     {"version": 2**63 - 1},
     {"version": -1},
-    {"base_version": 2},
     {"hash": "md5"},
     {"fingerprint": "AB" * 32},
     {"chunk_bytes": 0},
@@ -190,6 +201,18 @@ HOSTILE: list[dict[str, Any]] = [
     {"members": (Member(STRANGER.peer_id, -1.0),)},
     {"members": (Member(STRANGER.peer_id, 1.0), Member(STRANGER.peer_id, 1.0))},
     {"members": (Member(LEARNER.peer_id, 1.0),)},
+    {"patch": patch(base_version=3)},
+    {"patch": patch(base_version=4)},
+    {"patch": patch(base_version=-1)},
+    {"patch": patch(base_fingerprint="x")},
+    {"patch": patch(nbytes=0, chunks=b"")},
+    {"patch": patch(nbytes=5001, chunk_bytes=8192, chunks=bytes(32))},
+    {"patch": patch(nbytes=2**60)},
+    {"patch": patch(chunk_bytes=0)},
+    {"patch": patch(chunk_bytes=512, chunks=bytes(96))},
+    {"patch": patch(chunks=bytes(32))},
+    {"patch": patch(chunks=bytes(65))},
+    {"patch": patch(chunks=bytes(96))},
     *(
         {"assets": (Asset(name, b"c" * 32, 1),)}
         for name in ["", "../x", "/x", "a/b", "x\0", ".x", "ｘ", "x" * 200]
@@ -242,3 +265,21 @@ def test_chunks_cover_the_snapshot_and_then_the_assets_once() -> None:
     spans = [it.chunk_span(index) for index in range(it.n_chunks)]
     assert spans == [(0, 2048), (2048, 4096), (4096, 5000), (5000, 5010)]
     assert it.chunk_digest(3) == b"c" * 32
+
+
+def test_the_chunks_of_a_patch_come_behind_the_assets() -> None:
+    it = manifest(patch=patch())
+    data = sign(LEARNER, it)
+    assert ManifestVerifier(RUN).accept(data) == it
+    spans = [it.chunk_span(index) for index in range(it.n_chunks)]
+    assert spans == [(0, 2048), (2048, 4096), (4096, 5000), (5000, 5010), (5010, 6034), (6034, 6510)]
+    assert it.total_bytes == 6510
+    assert (it.whole, it.by_patch) == (range(4), range(3, 6))
+    assert [it.chunk_digest(index)[:1] for index in range(6)] == [b"\0"] * 3 + [b"c", b"p", b"p"]
+
+
+def test_the_chunks_of_snapshot_and_patch_are_limited_together() -> None:
+    data = sign(LEARNER, manifest(patch=patch()))
+    ManifestVerifier(RUN, ManifestLimits(max_chunks=5)).accept(data)
+    with pytest.raises(ManifestError, match="allowed"):
+        ManifestVerifier(RUN, ManifestLimits(max_chunks=4)).accept(data)

@@ -159,6 +159,10 @@ async def test_a_member_with_a_tenth_of_its_announced_uplink_is_relieved(world: 
 
 @virtual()
 async def test_chunks_that_did_not_change_are_not_fetched_again(world: World) -> None:
+    world.publisher = WeightPublisher(
+        world.learner, world.run, world.learner_store, chunk_bytes=CHUNK_BYTES, max_patch_share=0
+    )
+    await world.publisher.start()
     await world.fetch(await world.publish(0))
     changed = bytearray(snapshot(0).data)
     changed[:10] = bytes(10)
