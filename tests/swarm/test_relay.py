@@ -67,3 +67,29 @@ async def test_a_member_that_never_comes_costs_time_only(join: Join, tmp_path: P
     async with asyncio.timeout(60):
         fetched = await asyncio.gather(*(worker.fetch(published.record) for worker in workers))
     assert all(each.snapshot.data == published_snapshot.data for each in fetched)
+
+
+async def test_a_version_of_which_little_changed_travels_as_a_patch(join: Join, tmp_path: Path) -> None:
+    learner = await join("learner")
+    peers = [await join(f"peer{at}", through=learner) for at in range(4)]
+    run = f"run@{learner.peer_id}"
+    publisher = WeightPublisher(learner, run, DiskStore(tmp_path / "learner-store"))
+    await publisher.start()
+    *workers, late = [await subscriber(peer, run, tmp_path / f"store-{peer.peer_id}") for peer in peers]
+    members = [Member(peer.peer_id, 100.0) for peer in peers[:3]]
+    base = snapshot()
+    changed = bytearray(base.data)
+    for at in range(0, NBYTES, 200):
+        changed[at] ^= 1
+    for version, each in enumerate((base, Snapshot(base.layout, changed))):
+        published = await publisher.publish(each, version, members, ASSETS)
+        async with asyncio.timeout(60):
+            fetched = await asyncio.gather(*(worker.fetch(published.record) for worker in workers))
+    assert all(each.snapshot.data == changed for each in fetched)
+    assert published.manifest.patch is not None
+    assert published.manifest.patch.nbytes < NBYTES / 20
+    for each in fetched:
+        assert each.bytes_from_learner + each.bytes_from_peers == published.manifest.patch.nbytes
+    joined = await late.fetch(published.record)
+    assert joined.snapshot.data == changed
+    assert joined.bytes_from_learner == 0

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from echo2p2p.errors import FingerprintMismatch, ManifestError, PatchError
 from echo2p2p.weights.patch import PatchLimits, apply, apply_in_place, encode, read_head
 from echo2p2p.weights.patch_words import Kind
-from echo2p2p.weights.path import Offer, Step, cheapest_path
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot, TensorSpec, from_state_dict
 
 FLOATS = {"float8_e4m3fn": 3, "float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
@@ -289,61 +288,3 @@ def test_a_patch_between_layouts_is_not_applied_in_place() -> None:
     base, new = bf16(policy(1000)), bf16(policy(1001))
     with pytest.raises(ManifestError):
         apply_in_place(bytearray(base.data), encode(base, new), layout=new.layout)
-
-
-# Paths -----------------------------------------------------------------------------------------------------
-
-
-def every_path(held: int | None, target: int, available: dict[int, Offer]) -> list[list[Step]]:
-    """All ways to ``target``, found without a thought."""
-    if held == target:
-        return [[]]
-    offer = available.get(target)
-    if offer is None:
-        return []
-    ways = [] if offer.anchor_bytes is None else [[Step(target, None, offer.anchor_bytes)]]
-    if offer.patch_bytes is not None and offer.base_version is not None:
-        last = Step(target, offer.base_version, offer.patch_bytes)
-        ways += [[*way, last] for way in every_path(held, offer.base_version, available)]
-    return ways
-
-
-SIZES = st.none() | st.integers(0, 20)
-
-
-@st.composite
-def offers(draw: st.DrawFn) -> dict[int, Offer]:
-    versions = draw(st.sets(st.integers(0, 12), min_size=1))
-    return {
-        version: Offer(
-            draw(SIZES), draw(SIZES), draw(st.none() | st.integers(0, version - 1)) if version else None
-        )
-        for version in versions
-    }
-
-
-@settings(max_examples=400)
-@given(st.none() | st.integers(0, 12), st.integers(0, 12), offers())
-def test_no_path_is_cheaper(held: int | None, target: int, available: dict[int, Offer]) -> None:
-    path = cheapest_path(held, target, available)
-    ways = every_path(held, target, available)
-    if path is None:
-        assert not ways
-        return
-    assert path in ways
-    cost = [(sum(each.nbytes for each in way), len(way)) for way in (path, *ways)]
-    assert cost[0] == min(cost)
-
-
-def test_a_worker_far_behind_takes_the_anchor_and_the_rest_of_the_chain() -> None:
-    available = {1: Offer(None, 30, 0), 2: Offer(None, 40, 1), 3: Offer(50, 30, 2), 4: Offer(None, 10, 3)}
-    anchor = [Step(3, None, 50), Step(4, 3, 10)]
-    assert cheapest_path(0, 4, available) == anchor
-    assert cheapest_path(None, 4, available) == anchor
-    assert cheapest_path(2, 4, available) == [Step(3, 2, 30), Step(4, 3, 10)]
-    assert cheapest_path(4, 4, available) == []
-    assert cheapest_path(None, 1, available) is None
-
-
-def test_patches_that_run_in_a_circle_lead_nowhere() -> None:
-    assert cheapest_path(None, 1, {1: Offer(None, 1, 2), 2: Offer(None, 1, 1)}) is None

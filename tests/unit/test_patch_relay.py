@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from test_relay_memory import ASSETS, CHUNKS, UP_MBIT, World, virtual
+from test_relay_memory import ASSETS, CHUNKS, UP_MBIT, World, now, virtual
 
 from echo2p2p.errors import FingerprintMismatch
 from echo2p2p.swarm.messages import receive, send
@@ -148,8 +148,10 @@ async def test_a_member_that_missed_a_version_gets_the_whole_while_the_others_ta
     *others, behind = await fetch(world, published)
     assert all(came(each) < WHOLE_BYTES / 20 for each in others)
     assert NBYTES <= came(behind) <= WHOLE_BYTES
-    # Its own stripe comes from the learner, the others wait until their holders have applied the patch.
+    # Its own stripe comes from the learner; for the others it waits until their holders have applied the patch.
     assert behind.bytes_from_learner < WHOLE_BYTES / 3
+    assert published.manifest.patch is not None
+    assert sent(world, 2) - behind.bytes_from_learner < 1.1 * published.manifest.patch.nbytes
 
 
 @virtual()
@@ -265,6 +267,23 @@ def test_a_patch_that_does_not_make_what_was_signed_is_replaced_by_the_whole(
         monkeypatch.undo()
         following = await publish(world, 2)
         assert all(came(each) < WHOLE_BYTES / 20 for each in await fetch(world, following))
+
+    virtual()(main)()
+
+
+def test_who_waits_for_the_whole_gets_it_though_the_patch_of_those_it_waits_for_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(world: World) -> None:
+        await fetch(world, await publish(world, 0))
+        await fetch(world, await publish(world, 1), 0, 1, 2)
+        monkeypatch.setattr(publishing, "encode", lying)
+        await world.join().start()
+        started = now()
+        *_, behind, late = await fetch(world, await publish(world, 2))
+        assert now() - started < 5
+        assert came(behind) <= WHOLE_BYTES
+        assert (late.bytes_from_learner, late.bytes_from_peers) == (0, WHOLE_BYTES)
 
     virtual()(main)()
 
