@@ -101,7 +101,8 @@ class Arrival:
             PeerUnreachable, DeadlineExceeded, OutOfDisk, ResourceError: as :meth:`Fetch.run`.
         """
         if self._base is not None:
-            # Peers may wait here for the whole as well: it follows from the patch, and is fetched if that fails.
+            # Others may wait here for the whole as well: it follows from the patch, or is fetched if that fails.
+            # They can wait without a circle, for nobody gets a chunk of a patch from someone who wants the whole.
             self._holding.expect(range(self._manifest.n_chunks))
             try:
                 return await self._patched(self._base)

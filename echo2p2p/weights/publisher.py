@@ -40,11 +40,10 @@ from echo2p2p.weights.store import ChunkStore
 DEFAULT_CHUNK_BYTES = 128 * 1024
 """Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
 DEFAULT_MAX_PATCH_SHARE = 0.5
-"""A larger patch would cost those who cannot use it nothing, but its maker and its takers more than it saves."""
+"""A patch that saves less than half of the bytes is not worth the time of making and applying it."""
 _PATCH_CHUNKS = 64
-"""A patch has about so many chunks at least, so that all members take part in relaying it,"""
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024
-"""unless they would be smaller than this."""
+"""A patch is cut into so many chunks or more, but none smaller than this, so that all members take part in its relay."""
 
 
 @dataclass(frozen=True)
