@@ -43,7 +43,7 @@ DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
 _PATCH_CHUNKS = 64
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024
-"""A patch is cut into so many chunks or more, but none smaller than this: all members shall take part in its relay."""
+"""A patch is cut into so many chunks or more, none smaller than this, so that all members relay a part of it."""
 
 
 @dataclass(frozen=True)
