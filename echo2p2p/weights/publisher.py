@@ -41,6 +41,7 @@ DEFAULT_CHUNK_BYTES = 128 * 1024
 """Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
 DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
+_REST_VERSIONS = 7
 _PATCH_CHUNKS = 64
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024
 """A patch is cut into so many chunks or more, none smaller than this, so that all members relay a part of it."""
@@ -94,6 +95,7 @@ class WeightPublisher:
         self._server = ChunkServer(network, server_limits)
         self._published: dict[int, Published] = {}
         self._base: tuple[int, str, Snapshot] | None = None
+        self._versions_without = 0
 
     async def start(self) -> None:
         """Serve, beginning with the versions that an earlier life left in the store."""
@@ -202,11 +204,16 @@ class WeightPublisher:
         """Store the patch on the version published last, if it pays and there is room for its chunks; blocks."""
         if self._base is None or self._max_patch_share <= 0:
             return None
+        if self._versions_without > 0:
+            self._versions_without -= 1
+            return None
         version, base_fingerprint, base = self._base
         if base.layout != snapshot.layout:
             return None
         data = encode(base, snapshot, base_fingerprint=base_fingerprint, fingerprint=fingerprint)
         if len(data) >= self._max_patch_share * snapshot.layout.nbytes:
+            # Where everything changes, it does so for a while: making patches for nothing is given a rest.
+            self._versions_without = _REST_VERSIONS
             return None
         chunk_bytes = max(_MIN_PATCH_CHUNK_BYTES, min(chunk_bytes, len(data) // _PATCH_CHUNKS))
         if n_chunks - -(len(data) // -chunk_bytes) > self._limits.max_chunks:

@@ -371,3 +371,22 @@ async def test_a_newer_version_supersedes_a_patch_in_progress(world: World) -> N
     assert all(came(each) == NBYTES for each in fetched)
     fetched = await fetch(world, await publish(world, 3, ONE_IN), one_in=ONE_IN)
     assert all(came(each) < WHOLE_BYTES / 5 for each in fetched)
+
+
+@virtual([UP_MBIT] * 2)
+async def test_where_everything_changes_making_patches_is_given_a_rest(world: World) -> None:
+    encoded = []
+
+    def counting(*snapshots: Snapshot, **names: str) -> bytes:
+        encoded.append(names)
+        return encode(*snapshots, **names)
+
+    publishing.encode, original = counting, publishing.encode
+    try:
+        noise = np.random.default_rng(0)
+        for version in range(12):
+            dense = Snapshot(policy(0).layout, noise.bytes(NBYTES))
+            assert (await world.publish(version, dense)).manifest.patch is None
+    finally:
+        publishing.encode = original
+    assert len(encoded) == 2
