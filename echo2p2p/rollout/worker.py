@@ -104,6 +104,7 @@ class Worker:
         self._not_before = 0.0
         self._fingerprint = ""
         self._disowned = False
+        self._life = 0
         self._built_for: TaskSpec | None = None
         self._failures = 0
         self._retry_alone = 0
@@ -168,8 +169,12 @@ class Worker:
                 f"the run's task has changed from {self._built_for} to {welcome.task}",
                 hint="start the worker again",
             )
-        # Weights that the learner does not know, from another life of it perhaps, must not be rolled out.
-        self._disowned = self._engine is not None and welcome.version != self._engine.version
+        if self._engine is None or welcome.version != self._engine.version:
+            # Weights that the learner does not know, from another life of it perhaps, must not be rolled out,
+            # nor those that are on their way.
+            self._disowned = self._engine is not None
+            self._head = self._fetched = None
+            self._life += 1
 
     def on_active(self, active: bool) -> None:
         self._active = active
@@ -207,7 +212,7 @@ class Worker:
         while True:
             await self._new_head.wait()
             self._new_head.clear()
-            record = self._head
+            record, life = self._head, self._life
             if record is None or record.version <= self.version:
                 continue
             try:
@@ -220,8 +225,9 @@ class Worker:
                 await asyncio.sleep(FETCH_RETRY_S)
                 self._new_head.set()
                 continue
-            self._fetched = fetched
-            self._wake.set()
+            if life == self._life:
+                self._fetched = fetched
+                self._wake.set()
 
     async def _install(self, engine: InferenceEngine, fetched: Fetched) -> None:
         version = fetched.manifest.version

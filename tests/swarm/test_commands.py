@@ -40,7 +40,12 @@ threads = 1
 chunk_kib = 64
 """
 
-HONEST_REFUSALS = {"older than the window", "not leased to the sender", "already delivered"}
+HONEST_REFUSALS = {
+    "older than the window",
+    "not leased to the sender",
+    "already delivered",
+    "of a version that the sender has not proved to hold",  # generated before the learner came back
+}
 HONEST_DROPS = HONEST_REFUSALS | {"left the window", "lease expired", "declined by the worker"}
 
 
