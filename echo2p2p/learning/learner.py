@@ -297,7 +297,7 @@ class Learner:
         if self._evaluate is None or self._scored_at == self.step:
             return self._reward_after
         self._scored_at = self.step
-        reward, n = await self._evaluate((await self._trainer.capture())[0], self.step)
+        reward, n = await self._evaluate(await self._trainer.snapshot(), self.step)
         self._reward_after = reward
         self._events.emit("eval", step=self.step, reward=reward, n=n)
         return reward

@@ -23,6 +23,10 @@ class Trainer(Protocol):
         """Take one step; returns the fields of the ``step`` event that the trainer knows."""
         ...
 
+    async def snapshot(self) -> Snapshot:
+        """The policy as it is now, without the rest of what :meth:`capture` copies."""
+        ...
+
     async def capture(self) -> tuple[Snapshot, Any]:
         """The policy as it is now, and all that the trainer needs to go on from here; both are copies."""
         ...

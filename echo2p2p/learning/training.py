@@ -39,6 +39,9 @@ class ThreadTrainer:
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         return asdict(await self._call(lambda: self._trainer.train(groups)))
 
+    async def snapshot(self) -> Snapshot:
+        return await self._call(self._trainer.snapshot)
+
     async def capture(self) -> tuple[Snapshot, TrainerState]:
         return await self._call(lambda: (self._trainer.snapshot(), self._trainer.state()))
 

@@ -48,13 +48,14 @@ class ModelledTrainer:
             "groups": len(groups),
         }
 
-    async def capture(self) -> tuple[Snapshot, tuple[int, ...]]:
+    async def snapshot(self) -> Snapshot:
         layout = Layout(
             (TensorSpec("policy", "uint8", (self._snapshot_bytes,), 0, self._snapshot_bytes),), {}
         )
-        return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes)), tuple(
-            self.trained
-        )
+        return Snapshot(layout, np.random.default_rng(self.step).bytes(self._snapshot_bytes))
+
+    async def capture(self) -> tuple[Snapshot, tuple[int, ...]]:
+        return await self.snapshot(), tuple(self.trained)
 
     async def save(self, step: int, state: tuple[int, ...], learner_state: bytes) -> None:
         self.checkpoints.append(ModelledCheckpoint(step, state, learner_state))
