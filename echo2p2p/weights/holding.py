@@ -47,7 +47,8 @@ class Holding:
         self._here = bytearray(manifest.n_chunks)
         for index in here:
             self._here[index] = 1
-        self._lanes: set[OutgoingLane] = set()
+        # In the order in which they opened, so that a run under virtual time can be repeated.
+        self._lanes: dict[OutgoingLane, None] = {}
 
     def holds(self, index: int) -> bool:
         return bool(self._here[index])
@@ -82,10 +83,10 @@ class Holding:
         return await self._clock.offload(lambda: self._store.get(digest))
 
     def attach(self, lane: OutgoingLane) -> None:
-        self._lanes.add(lane)
+        self._lanes[lane] = None
 
     def detach(self, lane: OutgoingLane) -> None:
-        self._lanes.discard(lane)
+        self._lanes.pop(lane, None)
 
 
 class OutgoingLane:
