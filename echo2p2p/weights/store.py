@@ -3,9 +3,9 @@
 Guarantees of both stores:
 
 * Nothing is stored under a digest that is not its own, and nothing comes out that does not hash to it.
-* A process killed at any moment leaves whole files, or none: each is written under a temporary name and
-  renamed. Pins and the verifier's memory are flushed to the disk before that. Chunks are not: two flushes
-  a chunk cost more than fetching again the few that a power failure may tear, which :meth:`get` finds out.
+* A process killed at any moment leaves whole chunks and pins, or none. Pins and the verifier's memory are written
+  under a temporary name, flushed to the disk and renamed. Chunks are not flushed: that would cost more than fetching
+  again the few that a power failure may tear, which :meth:`get` finds out.
 * A version's chunks go only when :meth:`prune` no longer keeps that version.
 
 All methods block (briefly); roles call them through ``clock.offload``, from several threads if they like.
@@ -16,7 +16,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from blake3 import blake3
 from echo2p2p.errors import ChunkError, OutOfDisk, ProtocolError, ResourceError
 from echo2p2p.swarm.messages import decode, encode
 from echo2p2p.weights.manifest import DIGEST_BYTES, NOTHING_SEEN, Trusted
+from echo2p2p.weights.segments import Segments
 
 Data = bytes | bytearray | memoryview
 
@@ -106,7 +108,7 @@ class MemoryStore:
 
 
 class DiskStore:
-    """A store in a folder of its own: ``chunks/ab/<digest>``, ``pins/<version>.{manifest,digests}``.
+    """A store in a folder of its own: ``chunks/<n>.chunks``, ``pins/<version>.{manifest,digests}``.
 
     Args:
         root: made if missing; no other process may use it at the same time.
@@ -117,7 +119,6 @@ class DiskStore:
     """
 
     def __init__(self, root: Path, max_bytes: int = 2**40) -> None:
-        self._chunks_dir = root / "chunks"
         self._pins_dir = root / "pins"
         self._tmp_dir = root / "tmp"
         self._trusted_path = root / "trusted"
@@ -125,56 +126,38 @@ class DiskStore:
         self._lock = threading.Lock()
         self._temporary = 0
         try:
-            for folder in (self._chunks_dir, self._pins_dir, self._tmp_dir):
+            for folder in (self._pins_dir, self._tmp_dir):
                 folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self._tmp_dir.iterdir():
-                leftover.unlink()
-            self._sizes = {
-                bytes.fromhex(path.name): path.stat().st_size
-                for path in self._chunks_dir.glob("??/" + "?" * 64)
-            }
-        except (OSError, ValueError) as error:
+            self._chunks = Segments(root / "chunks")
+        except OSError as error:
             raise ResourceError(f"the chunk store {root} cannot be used: {error}") from error
-        self._used = sum(self._sizes.values())
 
     def put(self, digest: bytes, data: Data) -> None:
         _check(digest, data)
         with self._lock:
-            if digest in self._sizes:
+            if digest in self._chunks:
                 return
-            if self._used + len(data) > self._max_bytes:
+            used = self._chunks.used_bytes
+            if used + len(data) > self._max_bytes:
                 raise OutOfDisk(
-                    f"the chunk store is full: {self._used} of {self._max_bytes} bytes are in use",
+                    f"the chunk store is full: {used} of {self._max_bytes} bytes are in use",
                     hint="allow it more bytes, or keep fewer versions",
                 )
-            # Reserved before it is written, so that two threads cannot both take the last bytes.
-            self._sizes[digest] = len(data)
-            self._used += len(data)
-        try:
-            self._write(self._path(digest), data, flush=False)
-        except BaseException:
-            self._forget(digest)
-            raise
+            with _worded(f"chunk {digest.hex()}"):
+                self._chunks.add(digest, data)
 
     def get(self, digest: bytes) -> bytes | None:
-        if not self.has(digest):
-            return None
-        path = self._path(digest)
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            # Reserved by a put that is still writing, or lost.
-            return None
+            data = self._chunks.read(digest)
         except OSError as error:
-            raise ResourceError(f"chunk {path} cannot be read: {error.strerror}") from error
-        if blake3(data).digest() != digest:
-            path.unlink(missing_ok=True)
-            self._forget(digest)
+            raise ResourceError(f"chunk {digest.hex()} cannot be read: {error.strerror}") from error
+        if data is None or blake3(data).digest() != digest:
+            self._chunks.forget(digest)
             return None
         return data
 
     def has(self, digest: bytes) -> bool:
-        return digest in self._sizes
+        return digest in self._chunks
 
     def pin(self, version: int, manifest: bytes, digests: Iterable[bytes]) -> None:
         # The manifest comes last: a pin counts from the moment that it is there.
@@ -196,9 +179,10 @@ class DiskStore:
         for version in versions[-keep_versions:]:
             listed = (self._pins_dir / f"{version}.digests").read_bytes()
             needed.update(listed[at : at + DIGEST_BYTES] for at in range(0, len(listed), DIGEST_BYTES))
-        for digest in [digest for digest in list(self._sizes) if digest not in needed]:
-            self._path(digest).unlink(missing_ok=True)
-            self._forget(digest)
+        with self._lock, _worded("the chunks of the versions that are kept"):
+            self._chunks.retain(needed.__contains__)
+            # The next version's chunks can then go without those of this one.
+            self._chunks.begin()
 
     def trusted(self) -> Trusted:
         try:
@@ -218,36 +202,37 @@ class DiskStore:
     def _pinned_versions(self) -> list[int]:
         return sorted(int(path.stem) for path in self._pins_dir.glob("*.manifest") if path.stem.isdecimal())
 
-    def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
-        return self._chunks_dir / name[:2] / name
-
-    def _forget(self, digest: bytes) -> None:
+    def _write(self, path: Path, data: Data) -> None:
+        """Bring ``data`` to ``path`` whole or not at all; it is on the disk when this returns."""
         with self._lock:
-            self._used -= self._sizes.pop(digest, 0)
-
-    def _write(self, path: Path, data: Data, *, flush: bool = True) -> None:
-        """Bring ``data`` to ``path`` whole or not at all; with ``flush``, it is on the disk then."""
-        with self._lock:
+            if not self._temporary:
+                # Not on opening, which may be for reading what another process writes.
+                for leftover in self._tmp_dir.iterdir():
+                    leftover.unlink()
             self._temporary += 1
             temporary = self._tmp_dir / str(self._temporary)
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                if flush:
+            with _worded(str(path)):
+                with temporary.open("wb") as file:
+                    file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-            path.parent.mkdir(exist_ok=True)
-            temporary.replace(path)
-            if flush:
+                temporary.replace(path)
                 _flush_folder(path.parent)
-        except OSError as error:
+        except ResourceError:
             temporary.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OutOfDisk(
-                    f"no space left for {path}", hint="free some, or keep fewer versions"
-                ) from error
-            raise ResourceError(f"{path} cannot be written: {error.strerror}") from error
+            raise
+
+
+@contextmanager
+def _worded(what: str) -> Iterator[None]:
+    """Turns errors of the file system into ours. ``what`` was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfDisk(f"no space left for {what}", hint="free some, or keep fewer versions") from error
+        raise ResourceError(f"{what} cannot be written: {error.strerror}") from error
 
 
 def _flush_folder(path: Path) -> None:
