@@ -194,6 +194,10 @@ class WeightsSettings(Section):
     max_patch_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="a patch travels only if smaller than this share of its snapshot; 0: never"
     )
+    patch_chain: Annotated[int, Field(ge=1, le=256)] = Field(
+        16,
+        description="patches that a version lists; a worker that missed fewer versions catches up by patches",
+    )
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 

@@ -165,6 +165,7 @@ async def run_learner(
             chunk_bytes=settings.weights.chunk_kib * 1024,
             keep_versions=settings.weights.keep_versions,
             max_patch_share=settings.weights.max_patch_share,
+            patch_chain=settings.weights.patch_chain,
         )
         await publisher.start()
         state = None

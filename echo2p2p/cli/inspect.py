@@ -212,8 +212,7 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
         return {
             "run": verified.run,
             "version": verified.version,
-            "base_version": verified.patch.base_version if verified.patch else None,
-            "patch_bytes": verified.patch.nbytes if verified.patch else None,
+            "patches": [f"on version {it.base_version}: {it.nbytes} bytes" for it in verified.patches],
             "manifest_digest": record.body.manifest_digest,
             "manifest_bytes": len(body),
             "fingerprint": verified.fingerprint,

@@ -92,6 +92,7 @@ class Publication:
         active = self._provisioner.active
         members = [Member(s.peer, s.advert.upload_mbit, s.advert.addresses) for s in active]
         published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
+        patches = published.manifest.patches
         self._record = published.record
         self._newer.set()
         self._dispatcher.published = version
@@ -107,7 +108,9 @@ class Publication:
             version=version,
             snapshot_bytes=published.manifest.nbytes,
             chunks=published.manifest.n_chunks,
-            patch_bytes=published.manifest.patch.nbytes if published.manifest.patch else 0,
+            patch_bytes=patches[0].nbytes if patches else 0,
+            patches=len(patches),
+            chain_bytes=sum(patch.nbytes for patch in patches),
         )
         for session in active:
             self.announce(session)

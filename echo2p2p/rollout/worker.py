@@ -248,6 +248,7 @@ class Worker:
             pause_s=pause_s,
             bytes_from_learner=fetched.bytes_from_learner,
             bytes_from_peers=fetched.bytes_from_peers,
+            patches=fetched.patches,
         )
         self._session.tell(
             Ready(

@@ -86,6 +86,8 @@ KINDS: Mapping[str, Kind] = {
             "snapshot_bytes": "size of the whole snapshot",
             "chunks": "number of chunks",
             "patch_bytes": "size of the patch on the version before; 0 if the version travels whole",
+            "patches": "patches that it lists: workers behind by no more versions need not fetch the whole",
+            "chain_bytes": "size of all these patches together",
             "gate": "what the publication gate found, where it ran",
         },
     ),
@@ -192,6 +194,7 @@ KINDS: Mapping[str, Kind] = {
             "pause_s": "as in ready",
             "bytes_from_learner": "as in ready",
             "bytes_from_peers": "as in ready",
+            "patches": "patches that it was made with; 0 if it came whole",
         },
     ),
     "generated": Kind(

@@ -1,9 +1,9 @@
-"""Brings one version into its buffer: by its patch where the base is here and that costs less, whole otherwise.
+"""Brings one version into its buffer: by patches where a base is here and that costs less, whole otherwise.
 
 Guarantees:
 
 * Both ways end on the same bytes, which have the fingerprint that the learner signed.
-* A patch that fails, for whatever reason, costs its own bytes and time; then the whole is fetched.
+* Patches that fail, for whatever reason, cost their own bytes and time; then the whole is fetched.
 * Chunks of a patched snapshot are passed on as if they had come over the network: verified, each by its digest.
 """
 
@@ -19,7 +19,9 @@ from echo2p2p.weights.fetch import Fetch
 from echo2p2p.weights.holding import Holding
 from echo2p2p.weights.lane import FetchLimits
 from echo2p2p.weights.manifest import Manifest
-from echo2p2p.weights.patch import apply_in_place
+from echo2p2p.weights.patch import apply_chain_in_place
+from echo2p2p.weights.path import Way
+from echo2p2p.weights.rebuild import read_snapshot
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
@@ -30,34 +32,16 @@ _BATCH = 32
 """Chunks of a patched snapshot that are stored in one go off the loop."""
 
 
-def usable_base(manifest: Manifest, held: Snapshot, held_as: Manifest, store: ChunkStore) -> Snapshot | None:
-    """``held`` if the patch of ``manifest`` starts from exactly that and misses fewer bytes than the whole.
-
-    Blocks briefly. ``held_as`` is the manifest of ``held``.
-    """
-    patch = manifest.patch
-    if patch is None or (patch.base_version, patch.base_fingerprint, manifest.layout) != (
-        held_as.version,
-        held_as.fingerprint,
-        held_as.layout,
-    ):
-        return None
-
-    def missing_bytes(indices: range) -> int:
-        spans = (manifest.chunk_span(at) for at in indices if not store.has(manifest.chunk_digest(at)))
-        return sum(end - start for start, end in spans)
-
-    return held if missing_bytes(manifest.by_patch) < missing_bytes(manifest.whole) else None
-
-
 class Arrival:
     """One version on its way into ``buffer``, which is the buffer of ``holding`` too.
 
     Args:
         version: the digest of its signed manifest.
-        base: what the patch starts from; None to fetch the whole.
+        buffer: long enough for all that ``way`` wants, and for the whole.
+        way: from a base, if it has one, that is read from the store unless ``held`` is its snapshot.
 
     Attributes:
+        patches: how many the version was made with; 0 if it came whole.
         bytes_from_learner, bytes_from_peers: chunk bytes that came over the network, on both ways together.
     """
 
@@ -69,7 +53,8 @@ class Arrival:
         version: str,
         holding: Holding,
         buffer: bytearray,
-        base: Snapshot | None,
+        way: Way,
+        held: Snapshot | None,
         standing: Standing,
         limits: FetchLimits,
     ) -> None:
@@ -78,7 +63,8 @@ class Arrival:
         self._holding = holding
         self._manifest = holding.manifest
         self._view = memoryview(buffer)
-        self._base = base
+        self._way = way
+        self._held = held
         self._new_fetch = partial(
             Fetch,
             network,
@@ -90,6 +76,7 @@ class Arrival:
             standing=standing,
             limits=limits,
         )
+        self.patches = 0
         self.bytes_from_learner = 0
         self.bytes_from_peers = 0
 
@@ -100,16 +87,23 @@ class Arrival:
             FingerprintMismatch: the learner signed for a snapshot that its chunks do not make.
             PeerUnreachable, DeadlineExceeded, OutOfDisk, ResourceError: as :meth:`Fetch.run`.
         """
-        if self._base is not None:
-            # Others may wait here for the whole as well: it follows from the patch, or is fetched if that fails.
-            # They can wait without a circle, for nobody gets a chunk of a patch from someone who wants the whole.
-            self._holding.expect(range(self._manifest.n_chunks))
+        base = self._way.base
+        if base is not None:
+            # Others may wait here for the whole as well: it follows from the patches, or is fetched if they fail.
+            # They can wait without a circle, for nobody waits for a chunk of a patch at someone who wants the whole.
+            self._holding.expect(range(self._way.wanted.stop))
             try:
-                return await self._patched(self._base)
+                snapshot = await self._patched(base)
             except (SwarmError, VerificationError) as error:
                 log.warning(
-                    "version %d is fetched whole, for its patch failed: %s", self._manifest.version, error
+                    "version %d is fetched whole, for its patches on version %d failed: %s",
+                    self._manifest.version,
+                    base.version,
+                    error,
                 )
+            else:
+                self.patches = self._way.patches
+                return snapshot
         self._holding.expect(self._manifest.whole)
         await self._fetch(self._manifest.whole)
         snapshot = Snapshot(self._manifest.layout, self._view[: self._manifest.nbytes])
@@ -129,11 +123,11 @@ class Arrival:
             self.bytes_from_learner += fetch.bytes_from_learner
             self.bytes_from_peers += fetch.bytes_from_peers
 
-    async def _patched(self, base: Snapshot) -> Snapshot:
+    async def _patched(self, base: Manifest) -> Snapshot:
         """Raises ChunkError too, if the fingerprint is right but the signed chunks are of something else."""
-        await self._fetch(self._manifest.by_patch)
+        await self._fetch(self._way.wanted)
         snapshot = await self._clock.offload(partial(self._apply, base))
-        n_chunks = self._manifest.by_patch.start
+        n_chunks = self._manifest.snapshot_chunks.stop
         for start in range(0, n_chunks, _BATCH):
             batch = range(start, min(start + _BATCH, n_chunks))
             await self._clock.offload(partial(self._store_chunks, batch))
@@ -141,16 +135,21 @@ class Arrival:
                 self._holding.add(index)
         return snapshot
 
-    def _apply(self, base: Snapshot) -> Snapshot:
+    def _apply(self, base: Manifest) -> Snapshot:
         """In the buffer of the version, whose part for the snapshot nobody reads before its chunks are added."""
         manifest = self._manifest
         target = self._view[: manifest.nbytes]
-        target[:] = base.data
-        return apply_in_place(
+        if self._held is not None:
+            target[:] = self._held.data
+        else:
+            read_snapshot(base, self._store, target)
+        spans = [manifest.patch_span(at) for at in reversed(range(self._way.patches))]
+        return apply_chain_in_place(
             target,
-            self._view[manifest.chunk_span(manifest.whole.stop)[0] :],
+            [self._view[start:end] for start, end in spans],
             layout=manifest.layout,
-            base_fingerprint=manifest.patch.base_fingerprint if manifest.patch else None,
+            # What comes from the store may be from an earlier life that did not live to verify the whole of it.
+            base_fingerprint=None if self._held is None else base.fingerprint,
             fingerprint=manifest.fingerprint,
         )
 

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from echo2p2p.errors import ChunkError, FingerprintMismatch, OutOfDisk, SettingsError
+from echo2p2p.errors import ChunkError, OutOfDisk, SettingsError
 from echo2p2p.swarm.identity import split_signed
 from echo2p2p.swarm.messages import decode
 from echo2p2p.weights.manifest import Manifest, ManifestVerifier
+from echo2p2p.weights.rebuild import is_whole, rebuild
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import DiskStore
 
@@ -32,8 +33,9 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
     bodies = store.manifests()
     wanted = [version] if version is not None else sorted(bodies, reverse=True)
     for candidate in wanted:
-        if candidate in bodies and (version is not None or _whole(store, bodies[candidate])):
-            manifest, snapshot = _assemble(store, bodies[candidate])
+        if candidate in bodies and (version is not None or is_whole(_parse(bodies[candidate]), store)):
+            manifest = _parse(bodies[candidate])
+            snapshot = rebuild(manifest, store)
             break
     else:
         held = ", ".join(map(str, sorted(bodies))) or "none"
@@ -72,24 +74,6 @@ def _parse(body: bytes) -> Manifest:
     """The manifest, verified against the learner that its own run names."""
     claimed: Manifest = decode(split_signed(body)[1], Manifest)
     return ManifestVerifier(claimed.run).accept(body)
-
-
-def _whole(store: DiskStore, body: bytes) -> bool:
-    manifest = _parse(body)
-    return all(store.has(manifest.chunk_digest(index)) for index in manifest.whole)
-
-
-def _assemble(store: DiskStore, body: bytes) -> tuple[Manifest, Snapshot]:
-    manifest = _parse(body)
-    buffer = bytearray(manifest.total_bytes)
-    for index in manifest.whole:
-        start, end = manifest.chunk_span(index)
-        buffer[start:end] = _held(store, manifest.chunk_digest(index), f"chunk {index}")
-    del buffer[manifest.nbytes :]  # the assets, and the room of a patch
-    snapshot = Snapshot(manifest.layout, buffer)
-    if snapshot.fingerprint() != manifest.fingerprint:
-        raise FingerprintMismatch(f"version {manifest.version} does not have the fingerprint that was signed")
-    return manifest, snapshot
 
 
 def _held(store: DiskStore, digest: bytes, what: str) -> bytes:

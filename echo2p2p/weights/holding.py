@@ -1,6 +1,6 @@
 """What a peer holds of a version, also while it arrives, and what another peer wants of it.
 
-The whole of a version and its patch are chunks alike; a peer may hold or expect one of them without the other.
+The whole of a version and its patches are chunks alike; a peer may hold or expect some of them without the others.
 
 Guarantee: a chunk that somebody waits for is handed to all who wait in the moment that it is verified.
 """
@@ -16,15 +16,18 @@ from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, 
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.wire import MAX_WANTS, Want
 
+_STORED, _ARRIVED = 1, 2
+
 
 class Holding:
     """One version as far as this peer has it.
 
-    While it arrives, chunks are read from ``buffer`` (``manifest.total_bytes``); afterwards from the store.
+    While it arrives, the chunks that arrive are read from ``buffer``; all others, and afterwards they too, from
+    the store.
 
     Args:
-        here: the chunks that are in the store already.
-        buffer: None if nothing more is to arrive.
+        here: the chunks that are in the store already and are not to arrive.
+        buffer: long enough for all that is to arrive; None if nothing is.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Holding:
         self._expected = range(0)
         self._here = bytearray(manifest.n_chunks)
         for index in here:
-            self._here[index] = 1
+            self._here[index] = _STORED
         # In the order in which they opened, so that a run under virtual time can be repeated.
         self._lanes: dict[OutgoingLane, None] = {}
 
@@ -58,7 +61,7 @@ class Holding:
 
     def add(self, index: int) -> None:
         """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
-        self._here[index] = 1
+        self._here[index] = _ARRIVED
         self.last_arrival_s = self._clock.monotonic()
         for lane in self._lanes:
             lane.arrived(index)
@@ -76,7 +79,7 @@ class Holding:
 
     async def read(self, index: int) -> bytes | memoryview | None:
         """The bytes of a chunk that is held; None if the store has lost it."""
-        if self._buffer is not None:
+        if self._buffer is not None and self._here[index] == _ARRIVED:
             start, end = self.manifest.chunk_span(index)
             return self._buffer[start:end]
         digest = self.manifest.chunk_digest(index)
@@ -103,8 +106,9 @@ class OutgoingLane:
 
     def want(self, request: Want) -> None:
         """Raises :class:`~echo2p2p.errors.ProtocolError` if that is more than a lane may ask for."""
+        n_chunks = self._holding.manifest.n_chunks
         for index in request.chunks:
-            if index >= self._holding.manifest.n_chunks or len(self._wanted) >= MAX_WANTS:
+            if index >= n_chunks or len(self._wanted) >= MAX_WANTS:
                 raise ProtocolError(f"chunk {index} is past the end, or too many chunks are open")
             if index in self._wanted:
                 continue

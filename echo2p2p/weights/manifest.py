@@ -30,6 +30,7 @@ MAX_MANIFEST_BYTES = 16 * 2**20
 """No limits can allow a longer manifest than this."""
 MAX_MEMBERS = 4096
 MAX_ASSETS = 64
+MAX_PATCHES = 256
 
 _DOMAIN = b"echo2p2p/1/manifest"
 _ASSET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
@@ -57,9 +58,10 @@ class Asset(msgspec.Struct, frozen=True):
 
 
 class Patch(msgspec.Struct, frozen=True):
-    """The other way to a version, for those who hold an earlier one (:mod:`echo2p2p.weights.patch`).
+    """One link of the other way to a version, for those who hold an earlier one (:mod:`echo2p2p.weights.patch`).
 
-    Its chunks come behind the assets.
+    What it makes follows from where it stands: the base of the patch before it in the manifest, or, where it is
+    the first, the manifest's own version.
 
     Attributes:
         base_version, base_fingerprint: the snapshot that it starts from.
@@ -73,16 +75,26 @@ class Patch(msgspec.Struct, frozen=True):
     chunk_bytes: Annotated[int, Meta(ge=1024, le=16 * 2**20)]
     chunks: bytes
 
+    @property
+    def n_chunks(self) -> int:
+        return len(self.chunks) // DIGEST_BYTES
+
+    def chunk_digest(self, at: int) -> bytes:
+        return _digest_at(self.chunks, at)
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """One policy version.
+
+    Its chunks are numbered through: those of the snapshot, one for each asset, then those of the patches.
 
     Attributes:
         fingerprint: of the whole snapshot (:meth:`Snapshot.fingerprint`).
         chunk_bytes: size of every chunk but the last, which ends where the snapshot ends.
         chunks: the BLAKE3 digests of the snapshot's chunks, 32 bytes each, one after another.
         members: the workers that relay this version, in the order of the relay plan.
-        patch: None where a patch would not be small enough to pay, or there is nothing to start from.
+        patches: a chain, newest first: the first makes this version, each further one the base of the one before.
+            Empty where a patch would not be small enough to pay, or there is nothing to start from.
     """
 
     protocol: int
@@ -95,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunks: bytes
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
     assets: Annotated[tuple[Asset, ...], Meta(max_length=MAX_ASSETS)]
-    patch: Patch | None
+    patches: Annotated[tuple[Patch, ...], Meta(max_length=MAX_PATCHES)]
 
     @property
     def nbytes(self) -> int:
@@ -103,49 +115,66 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.layout.nbytes
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of the snapshot and, behind it, of all assets and of the patch."""
-        return self._patch_offset + (self.patch.nbytes if self.patch else 0)
+    def whole_bytes(self) -> int:
+        """Bytes of the snapshot and, behind it, of all assets."""
+        return self.nbytes + sum(asset.nbytes for asset in self.assets)
 
     @property
     def n_chunks(self) -> int:
-        """Chunks of the snapshot, one for each asset, and those of the patch."""
-        return self.whole.stop + (len(self.patch.chunks) // DIGEST_BYTES if self.patch else 0)
+        """Chunks of the snapshot, one for each asset, and those of all patches."""
+        return self.by_patches(len(self.patches)).stop
 
     @property
     def whole(self) -> range:
         """The chunks that are this version: of the snapshot and of the assets."""
-        return range(len(self.chunks) // DIGEST_BYTES + len(self.assets))
+        return range(len(self.snapshot_chunks) + len(self.assets))
 
     @property
-    def by_patch(self) -> range:
-        """The chunks that make this version out of the base of its patch: of the assets and of the patch."""
-        return range(len(self.chunks) // DIGEST_BYTES, self.n_chunks)
+    def snapshot_chunks(self) -> range:
+        return range(len(self.chunks) // DIGEST_BYTES)
 
-    @property
-    def _patch_offset(self) -> int:
-        return self.nbytes + sum(asset.nbytes for asset in self.assets)
+    def by_patches(self, count: int) -> range:
+        """The chunks that make this version out of the base of patch ``count - 1``: of the assets and the patches."""
+        in_patches = sum(patch.n_chunks for patch in self.patches[:count])
+        return range(self.snapshot_chunks.stop, self.whole.stop + in_patches)
 
     def chunk_digest(self, index: int) -> bytes:
         """The BLAKE3 digest of chunk ``index``."""
-        past = index - len(self.chunks) // DIGEST_BYTES
-        if 0 <= past < len(self.assets):
+        past = index - self.snapshot_chunks.stop
+        if past < 0:
+            return _digest_at(self.chunks, index)
+        if past < len(self.assets):
             return self.assets[past].digest
-        if past >= 0 and self.patch is not None:
-            return _digest_at(self.patch.chunks, past - len(self.assets))
-        return _digest_at(self.chunks, index)
+        at, place = self._in_patch(index)
+        return self.patches[at].chunk_digest(place)
 
     def chunk_span(self, index: int) -> tuple[int, int]:
-        """Where chunk ``index`` begins and ends in the snapshot with the assets and the patch behind it."""
-        past = index - len(self.chunks) // DIGEST_BYTES
-        if 0 <= past < len(self.assets):
+        """Where chunk ``index`` begins and ends in the snapshot with the assets and the patches behind it."""
+        past = index - self.snapshot_chunks.stop
+        if past < 0:
+            start = index * self.chunk_bytes
+            return start, min(start + self.chunk_bytes, self.nbytes)
+        if past < len(self.assets):
             start = self.nbytes + sum(asset.nbytes for asset in self.assets[:past])
             return start, start + self.assets[past].nbytes
-        if past >= 0 and self.patch is not None:
-            start = self._patch_offset + (past - len(self.assets)) * self.patch.chunk_bytes
-            return start, min(start + self.patch.chunk_bytes, self.total_bytes)
-        start = index * self.chunk_bytes
-        return start, min(start + self.chunk_bytes, self.nbytes)
+        at, place = self._in_patch(index)
+        first, end = self.patch_span(at)
+        start = first + place * self.patches[at].chunk_bytes
+        return start, min(start + self.patches[at].chunk_bytes, end)
+
+    def patch_span(self, at: int) -> tuple[int, int]:
+        """Where patch ``at`` begins and ends behind the snapshot and the assets."""
+        start = self.whole_bytes + sum(patch.nbytes for patch in self.patches[:at])
+        return start, start + self.patches[at].nbytes
+
+    def _in_patch(self, index: int) -> tuple[int, int]:
+        """To which patch a chunk behind the whole belongs, and its place in there."""
+        place = index - self.whole.stop
+        for at, patch in enumerate(self.patches):
+            if place < patch.n_chunks:
+                return at, place
+            place -= patch.n_chunks
+        raise IndexError(f"version {self.version} has no chunk {index}")
 
     def digests(self) -> set[bytes]:
         """Everything that may be held of this version."""
@@ -276,8 +305,7 @@ def _check_contents(manifest: Manifest, limits: ManifestLimits) -> None:
     if manifest.nbytes > limits.max_snapshot_bytes:
         raise ManifestError(f"snapshot of {manifest.nbytes} bytes, {limits.max_snapshot_bytes} are allowed")
     n_chunks = _count_chunks(manifest.nbytes, manifest)
-    if manifest.patch is not None:
-        n_chunks += _check_patch(manifest.patch, manifest)
+    n_chunks += _check_patches(manifest)
     if n_chunks > limits.max_chunks:
         raise ManifestError(f"{n_chunks} chunks, {limits.max_chunks} are allowed", hint="use larger chunks")
     _check_members(manifest)
@@ -293,14 +321,18 @@ def _check_contents(manifest: Manifest, limits: ManifestLimits) -> None:
             )
 
 
-def _check_patch(patch: Patch, manifest: Manifest) -> int:
-    """How many chunks ``patch`` has."""
-    if patch.base_version >= manifest.version:
-        raise ManifestError(f"version {manifest.version} is a patch on version {patch.base_version}")
-    # A patch that is larger than what it makes has no use, so what is allowed for a snapshot bounds it too.
-    if patch.nbytes > manifest.nbytes:
-        raise ManifestError(f"patch of {patch.nbytes} bytes, {manifest.nbytes} are allowed")
-    return _count_chunks(patch.nbytes, patch)
+def _check_patches(manifest: Manifest) -> int:
+    """How many chunks all patches together have."""
+    result = manifest.version
+    for patch in manifest.patches:
+        if patch.base_version >= result:
+            raise ManifestError(f"version {result} is a patch on version {patch.base_version}")
+        result = patch.base_version
+    # Patches that are larger than what they make have no use, so what is allowed for a snapshot bounds them too.
+    nbytes = sum(patch.nbytes for patch in manifest.patches)
+    if nbytes > manifest.nbytes:
+        raise ManifestError(f"patches of {nbytes} bytes, {manifest.nbytes} are allowed")
+    return sum(_count_chunks(patch.nbytes, patch) for patch in manifest.patches)
 
 
 def _count_chunks(nbytes: int, listed: Manifest | Patch) -> int:

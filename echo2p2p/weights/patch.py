@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -185,10 +185,54 @@ def apply_in_place(
         FingerprintMismatch: the buffer is spoiled, because the patch lies or ``base_fingerprint`` was wrong.
         ManifestError: ``layout`` is not valid, or does not fit ``buffer``.
     """
-    head = _admit(patch, layout, fingerprint, limits)
+    return apply_chain_in_place(
+        buffer,
+        (patch,),
+        layout=layout,
+        base_fingerprint=base_fingerprint,
+        fingerprint=fingerprint,
+        limits=limits,
+    )
+
+
+def apply_chain_in_place(
+    buffer: bytearray | memoryview,
+    patches: Sequence[bytes | memoryview],
+    *,
+    layout: Layout,
+    base_fingerprint: str | None = None,
+    fingerprint: str | None = None,
+    limits: PatchLimits = DEFAULT_LIMITS,
+) -> Snapshot:
+    """As :func:`apply_in_place`, of one patch after another, each starting from what the one before made.
+
+    That all are undamaged and in the right order is known before the first byte is written. What they make on the
+    way is not hashed, for the names link the patches and the end is hashed.
+
+    Args:
+        patches: at least one; the oldest first.
+        fingerprint: what the last one must make by its manifest; None believes it.
+
+    Raises:
+        PatchError: as :func:`apply`; the buffer is unchanged, unless a patch behind the first lies.
+        FingerprintMismatch: the buffer is spoiled, because a patch lies or ``base_fingerprint`` was wrong.
+        ManifestError: ``layout`` is not valid, or does not fit ``buffer``.
+    """
+    heads = [_admit(patch, layout, None, limits) for patch in patches]
+    if fingerprint is not None:
+        _check_result(heads[-1], fingerprint)
     held = Snapshot(layout, buffer)
-    _check_base(head, base_fingerprint or held.fingerprint())
-    target = _bytes_of(buffer)
+    made = base_fingerprint or held.fingerprint()
+    for head in heads:
+        _check_base(head, made)
+        made = head.result
+    for patch in patches:
+        _apply_sections(patch, layout, _bytes_of(buffer))
+    return _verified(held, heads[-1])
+
+
+def _apply_sections(patch: bytes | memoryview, layout: Layout, target: Bytes) -> None:
+    """Decode everything once, and only then write."""
     kept: list[_Moved | None] = []
     room = layout.nbytes // _KEEP_ONE_IN
     for section in _sections(patch, layout, layout):
@@ -198,7 +242,6 @@ def apply_in_place(
     for section, decoded in zip(_sections(patch, layout, layout), kept, strict=True):
         words = section.unit.words(target)
         _write(_decoded(section, words) if decoded is None else decoded, words)
-    return _verified(held, head)
 
 
 # Sections --------------------------------------------------------------------------------------------------
@@ -375,9 +418,14 @@ def _admit(
     if layout.nbytes > limits.max_snapshot_bytes:
         raise PatchError(f"snapshot of {layout.nbytes} bytes, {limits.max_snapshot_bytes} are allowed")
     head = read_head(patch)
-    if fingerprint is not None and head.result != fingerprint:
-        raise PatchError(f"the patch makes {head.result}, not {fingerprint}")
+    if fingerprint is not None:
+        _check_result(head, fingerprint)
     return head
+
+
+def _check_result(head: PatchHead, fingerprint: str) -> None:
+    if head.result != fingerprint:
+        raise PatchError(f"the patch makes {head.result}, not {fingerprint}")
 
 
 def _check_base(head: PatchHead, fingerprint: str) -> None:

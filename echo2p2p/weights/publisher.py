@@ -1,6 +1,7 @@
 """The learner's side: cuts a snapshot into chunks, signs the manifest, and serves the first copy of each.
 
-Where it is small enough to pay, a patch on the version before is cut into chunks of its own behind them.
+Where it is small enough to pay, a patch on the version before is cut into chunks of its own behind them, and the
+patches before that one are listed again, so that who missed a few versions catches up by patches too.
 
 Guarantees:
 
@@ -10,12 +11,14 @@ Guarantees:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
-from echo2p2p.errors import ManifestError
+from echo2p2p.errors import ManifestError, VerificationError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION
 from echo2p2p.swarm.network import Network
@@ -25,6 +28,7 @@ from echo2p2p.weights.holding import Holding, restore
 from echo2p2p.weights.manifest import (
     DEFAULT_LIMITS,
     DIGEST_BYTES,
+    MAX_PATCHES,
     Asset,
     Manifest,
     ManifestLimits,
@@ -34,13 +38,17 @@ from echo2p2p.weights.manifest import (
     sign,
 )
 from echo2p2p.weights.patch import encode
+from echo2p2p.weights.rebuild import rebuild
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import ChunkStore
+
+log = logging.getLogger("echo2p2p.weights")
 
 DEFAULT_CHUNK_BYTES = 128 * 1024
 """Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
 DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
+DEFAULT_PATCH_CHAIN = 16
 _REST_VERSIONS = 7
 _PATCH_CHUNKS = 64
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024
@@ -64,7 +72,9 @@ class WeightPublisher:
         network: its identity must be the run's learner.
         store: holds the last ``keep_versions`` versions, which are served again after a restart.
         chunk_bytes: of the smallest chunks; larger ones are used where there would be too many.
-        max_patch_share: a patch travels only if it is smaller than this share of its snapshot; 0 for never.
+        max_patch_share: a patch travels only if it is smaller than this share of its snapshot; 0 for never. All
+            that a manifest lists are smaller than that together.
+        patch_chain: a manifest lists the patches of at most so many versions; 1 for its own alone.
 
     Raises:
         ManifestError: ``network`` is not the learner of ``run``.
@@ -79,6 +89,7 @@ class WeightPublisher:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         keep_versions: int = 2,
         max_patch_share: float = DEFAULT_MAX_PATCH_SHARE,
+        patch_chain: int = DEFAULT_PATCH_CHAIN,
         limits: ManifestLimits = DEFAULT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
     ) -> None:
@@ -91,10 +102,11 @@ class WeightPublisher:
         self._chunk_bytes = chunk_bytes
         self._keep_versions = max(1, keep_versions)
         self._max_patch_share = max_patch_share
+        self._patch_chain = min(max(1, patch_chain), MAX_PATCHES)
         self._limits = limits
         self._server = ChunkServer(network, server_limits)
         self._published: dict[int, Published] = {}
-        self._base: tuple[int, str, Snapshot] | None = None
+        self._newest_snapshot: Snapshot | None = None
         self._versions_without = 0
 
     async def start(self) -> None:
@@ -142,7 +154,7 @@ class WeightPublisher:
             if published.manifest.fingerprint != fingerprint:
                 raise ManifestError(f"version {version} was published before, with other weights")
             if published is self.newest:
-                self._base = (version, fingerprint, snapshot)
+                self._newest_snapshot = snapshot
             return published
         if self.newest is not None and version < self.newest.manifest.version:
             raise ManifestError(f"version {version} is older than what is published")
@@ -151,7 +163,7 @@ class WeightPublisher:
         )
         holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
-        self._base = (version, fingerprint, snapshot)
+        self._newest_snapshot = snapshot
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
         return published
 
@@ -194,32 +206,67 @@ class WeightPublisher:
             chunks=chunks,
             members=members,
             assets=tuple(listed),
-            patch=self._patch(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES),
+            patches=self._patches(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES),
         )
         body = sign(self._network.identity, manifest)
+        while len(body) > self._limits.max_manifest_bytes and manifest.patches:
+            manifest = msgspec.structs.replace(manifest, patches=manifest.patches[:-1])
+            body = sign(self._network.identity, manifest)
         self._store.pin(version, body, manifest.digests())
         return manifest, body
 
-    def _patch(self, snapshot: Snapshot, fingerprint: str, chunk_bytes: int, n_chunks: int) -> Patch | None:
-        """Store the patch on the version published last, if it pays and there is room for its chunks; blocks."""
-        if self._base is None or self._max_patch_share <= 0:
+    def _patches(
+        self, snapshot: Snapshot, fingerprint: str, chunk_bytes: int, n_chunks: int
+    ) -> tuple[Patch, ...]:
+        """A new patch, if it pays, and behind it those that lead to its base, as far as they can pay; blocks."""
+        base = self._base(snapshot)
+        if base is None:
+            return ()
+        newest = self._patch(*base, snapshot, fingerprint, chunk_bytes)
+        if newest is None:
+            return ()
+        chain: list[Patch] = []
+        nbytes = 0
+        for patch in (newest, *base[0].patches)[: self._patch_chain]:
+            nbytes += patch.nbytes
+            n_chunks += patch.n_chunks
+            if nbytes >= self._max_patch_share * snapshot.layout.nbytes or n_chunks > self._limits.max_chunks:
+                break
+            if not all(self._store.has(patch.chunk_digest(at)) for at in range(patch.n_chunks)):
+                break
+            chain.append(patch)
+        return tuple(chain)
+
+    def _base(self, snapshot: Snapshot) -> tuple[Manifest, Snapshot] | None:
+        """What was published last, from the store after a restart; None where no patch on it is to be made."""
+        if self.newest is None or self._max_patch_share <= 0:
             return None
         if self._versions_without > 0:
             self._versions_without -= 1
             return None
-        version, base_fingerprint, base = self._base
-        if base.layout != snapshot.layout:
+        manifest = self.newest.manifest
+        if manifest.layout != snapshot.layout:
             return None
-        data = encode(base, snapshot, base_fingerprint=base_fingerprint, fingerprint=fingerprint)
+        if self._newest_snapshot is not None:
+            return manifest, self._newest_snapshot
+        try:
+            return manifest, rebuild(manifest, self._store)
+        except VerificationError as error:
+            log.warning("no patch on version %d: %s", manifest.version, error)
+            return None
+
+    def _patch(
+        self, base: Manifest, base_snapshot: Snapshot, snapshot: Snapshot, fingerprint: str, chunk_bytes: int
+    ) -> Patch | None:
+        """Store the patch on ``base``, if it pays."""
+        data = encode(base_snapshot, snapshot, base_fingerprint=base.fingerprint, fingerprint=fingerprint)
         if len(data) >= self._max_patch_share * snapshot.layout.nbytes:
             # Where everything changes, it does so for a while: making patches for nothing is given a rest.
             self._versions_without = _REST_VERSIONS
             return None
         chunk_bytes = max(_MIN_PATCH_CHUNK_BYTES, min(chunk_bytes, len(data) // _PATCH_CHUNKS))
-        if n_chunks - -(len(data) // -chunk_bytes) > self._limits.max_chunks:
-            return None
         chunks = self._store_chunks(memoryview(data), chunk_bytes)
-        return Patch(version, base_fingerprint, len(data), chunk_bytes, chunks)
+        return Patch(base.version, base.fingerprint, len(data), chunk_bytes, chunks)
 
     def _store_chunks(self, data: memoryview, chunk_bytes: int) -> bytes:
         """Store ``data`` in chunks; their digests, one after another."""

@@ -16,11 +16,13 @@ from echo2p2p.errors import ManifestError, OutOfDisk, PeerUnreachable, SwarmErro
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import Keys, ManifestRecord
-from echo2p2p.weights.arrival import Arrival, usable_base
+from echo2p2p.weights.arrival import Arrival
 from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
 from echo2p2p.weights.holding import Holding, restore
 from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_manifest
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
+from echo2p2p.weights.path import Way, cheapest_way
+from echo2p2p.weights.rebuild import is_whole
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
@@ -34,6 +36,7 @@ class Fetched:
     """One version, whole and verified.
 
     ``bytes_from_*`` count chunk bytes over the network; ``fetch_s`` runs from the call to the verified whole.
+    ``patches``: how many it was made with; 0 if it came whole.
     """
 
     manifest: Manifest
@@ -42,13 +45,14 @@ class Fetched:
     bytes_from_learner: int
     bytes_from_peers: int
     fetch_s: float
+    patches: int
 
 
 class WeightSubscriber:
     """Follows the versions of one run and relays them.
 
-    The newest snapshot stays in memory, for the patch of the next version to start from; after a restart there
-    is none, and the next version is fetched whole.
+    The newest snapshot stays in memory, for the patches of the next version to start from. After a restart they
+    start from the store.
 
     Args:
         store: where chunks are kept; they survive a restart, as does the memory of the newest version seen.
@@ -79,6 +83,7 @@ class WeightSubscriber:
         self._standing = Standing(self._learner)
         self._members: tuple[PeerId, ...] = ()
         self._newest: Fetched | None = None
+        self._stored: dict[int, Manifest] = {}
 
     async def start(self) -> None:
         """Take up what an earlier life left in the store, and serve it.
@@ -91,6 +96,7 @@ class WeightSubscriber:
         held = await self._clock.offload(lambda: restore(self._run, self._store, self._clock, self._limits))
         for name, holding in held.items():
             self._server.serve(name, holding)
+            self._stored[holding.manifest.version] = holding.manifest
         await self._server.start()
 
     @property
@@ -133,9 +139,10 @@ class WeightSubscriber:
             self._network.know(member.peer, member.addresses)
 
         version = record.manifest_digest
-        base = await self._clock.offload(lambda: self._base(manifest))
-        buffer = bytearray(manifest.total_bytes)
-        holding = Holding(manifest, body, self._store, self._clock, buffer=buffer)
+        way, here = await self._clock.offload(lambda: self._way(manifest))
+        # The whole may have to be fetched after all, and the assets lie behind it.
+        buffer = bytearray(max(manifest.whole_bytes, manifest.chunk_span(way.wanted.stop - 1)[1]))
+        holding = Holding(manifest, body, self._store, self._clock, here=here, buffer=buffer)
         self._server.serve(version, holding)
         arrival = Arrival(
             self._network,
@@ -144,7 +151,8 @@ class WeightSubscriber:
             version,
             holding,
             buffer,
-            base,
+            way,
+            self._held(way),
             self._standing,
             self._fetch_limits,
         )
@@ -167,14 +175,29 @@ class WeightSubscriber:
             arrival.bytes_from_learner,
             arrival.bytes_from_peers,
             fetch_s,
+            arrival.patches,
         )
+        self._stored[manifest.version] = manifest
+        for old in sorted(self._stored)[: -self._keep_versions]:
+            del self._stored[old]
         return self._newest
 
-    def _base(self, manifest: Manifest) -> Snapshot | None:
+    def _way(self, manifest: Manifest) -> tuple[Way, list[int]]:
+        """The way to take, and the chunks of further patches that are in the store for others."""
+        named = {patch.base_version for patch in manifest.patches}
+        held = [
+            each for each in self._stored.values() if each.version in named and is_whole(each, self._store)
+        ]
+        if self._newest is not None:
+            held.append(self._newest.manifest)
+        way = cheapest_way(manifest, held, self._store.has)
+        further = range(max(way.wanted.stop, manifest.whole.stop), manifest.n_chunks)
+        return way, [index for index in further if self._store.has(manifest.chunk_digest(index))]
+
+    def _held(self, way: Way) -> Snapshot | None:
+        """The base of ``way``, if it is in memory."""
         newest = self._newest
-        if newest is None:
-            return None
-        return usable_base(manifest, newest.snapshot, newest.manifest, self._store)
+        return newest.snapshot if newest is not None and newest.manifest == way.base else None
 
     def _remember(self, manifest: Manifest, body: bytes) -> None:
         self._store.remember(self._verifier.trusted)

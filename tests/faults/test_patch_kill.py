@@ -88,8 +88,7 @@ async def test_kill_9_in_mid_patch_ends_on_the_right_bits(tmp_path: Path) -> Non
         publisher = WeightPublisher(PacedNetwork(network), run, MemoryStore(), chunk_bytes=CHUNK_BYTES)  # type: ignore[arg-type]
         await publisher.start()
         published = [await publisher.publish(each, at, [], {}) for at, each in enumerate(consecutive())]
-        patch = published[1].manifest.patch
-        assert patch is not None
+        (patch,) = published[1].manifest.patches
         records = [fields(each) for each in published]
         n_patch = published[1].manifest.n_chunks - N_CHUNKS
 

@@ -86,10 +86,9 @@ async def test_a_version_of_which_little_changed_travels_as_a_patch(join: Join, 
         async with asyncio.timeout(60):
             fetched = await asyncio.gather(*(worker.fetch(published.record) for worker in workers))
     assert all(each.snapshot.data == changed for each in fetched)
-    assert published.manifest.patch is not None
-    assert published.manifest.patch.nbytes < NBYTES / 20
+    assert published.manifest.patches[0].nbytes < NBYTES / 20
     for each in fetched:
-        assert each.bytes_from_learner + each.bytes_from_peers == published.manifest.patch.nbytes
+        assert each.bytes_from_learner + each.bytes_from_peers == published.manifest.patches[0].nbytes
     joined = await late.fetch(published.record)
     assert joined.snapshot.data == changed
     assert joined.bytes_from_learner == 0

@@ -39,7 +39,7 @@ def manifest(version: int = 3, **changes: Any) -> Manifest:
         "chunks": bytes(96),
         "members": (Member(STRANGER.peer_id, 50.0),),
         "assets": (Asset("config.json", b"c" * 32, 10),),
-        "patch": None,
+        "patches": (),
     }
     return Manifest(**(fields | changes))
 
@@ -201,18 +201,18 @@ HOSTILE: list[dict[str, Any]] = [
     {"members": (Member(STRANGER.peer_id, -1.0),)},
     {"members": (Member(STRANGER.peer_id, 1.0), Member(STRANGER.peer_id, 1.0))},
     {"members": (Member(LEARNER.peer_id, 1.0),)},
-    {"patch": patch(base_version=3)},
-    {"patch": patch(base_version=4)},
-    {"patch": patch(base_version=-1)},
-    {"patch": patch(base_fingerprint="x")},
-    {"patch": patch(nbytes=0, chunks=b"")},
-    {"patch": patch(nbytes=5001, chunk_bytes=8192, chunks=bytes(32))},
-    {"patch": patch(nbytes=2**60)},
-    {"patch": patch(chunk_bytes=0)},
-    {"patch": patch(chunk_bytes=512, chunks=bytes(96))},
-    {"patch": patch(chunks=bytes(32))},
-    {"patch": patch(chunks=bytes(65))},
-    {"patch": patch(chunks=bytes(96))},
+    {"patches": (patch(base_version=3),)},
+    {"patches": (patch(base_version=4),)},
+    {"patches": (patch(base_version=-1),)},
+    {"patches": (patch(base_fingerprint="x"),)},
+    {"patches": (patch(nbytes=0, chunks=b""),)},
+    {"patches": (patch(nbytes=5001, chunk_bytes=8192, chunks=bytes(32)),)},
+    {"patches": (patch(nbytes=2**60),)},
+    {"patches": (patch(chunk_bytes=0),)},
+    {"patches": (patch(chunk_bytes=512, chunks=bytes(96)),)},
+    {"patches": (patch(chunks=bytes(32)),)},
+    {"patches": (patch(chunks=bytes(65)),)},
+    {"patches": (patch(chunks=bytes(96)),)},
     *(
         {"assets": (Asset(name, b"c" * 32, 1),)}
         for name in ["", "../x", "/x", "a/b", "x\0", ".x", "ｘ", "x" * 200]
@@ -268,18 +268,18 @@ def test_chunks_cover_the_snapshot_and_then_the_assets_once() -> None:
 
 
 def test_the_chunks_of_a_patch_come_behind_the_assets() -> None:
-    it = manifest(patch=patch())
+    it = manifest(patches=(patch(),))
     data = sign(LEARNER, it)
     assert ManifestVerifier(RUN).accept(data) == it
     spans = [it.chunk_span(index) for index in range(it.n_chunks)]
     assert spans == [(0, 2048), (2048, 4096), (4096, 5000), (5000, 5010), (5010, 6034), (6034, 6510)]
-    assert it.total_bytes == 6510
-    assert (it.whole, it.by_patch) == (range(4), range(3, 6))
+    assert it.patch_span(0) == (5010, 6510)
+    assert (it.whole, it.by_patches(1)) == (range(4), range(3, 6))
     assert [it.chunk_digest(index)[:1] for index in range(6)] == [b"\0"] * 3 + [b"c", b"p", b"p"]
 
 
 def test_the_chunks_of_snapshot_and_patch_are_limited_together() -> None:
-    data = sign(LEARNER, manifest(patch=patch()))
+    data = sign(LEARNER, manifest(patches=(patch(),)))
     ManifestVerifier(RUN, ManifestLimits(max_chunks=5)).accept(data)
     with pytest.raises(ManifestError, match="allowed"):
         ManifestVerifier(RUN, ManifestLimits(max_chunks=4)).accept(data)

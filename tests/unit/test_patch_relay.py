@@ -78,8 +78,7 @@ async def test_versions_of_which_a_hundredth_changes_take_a_twentieth_of_the_byt
     for version in (1, 2, 3):
         published = await publish(world, version)
         fetched = await fetch(world, published)
-        patch = published.manifest.patch
-        assert patch is not None
+        (patch,) = published.manifest.patches[:1]
         assert all(came(each) == patch.nbytes < WHOLE_BYTES / 20 for each in fetched)
         assert sent(world, version) == patch.nbytes
 
@@ -88,30 +87,29 @@ async def test_versions_of_which_a_hundredth_changes_take_a_twentieth_of_the_byt
 async def test_a_change_of_everything_travels_whole(world: World) -> None:
     await world.fetch(await world.publish(0))
     published = await world.publish(1)
-    assert published.manifest.patch is None
+    assert not published.manifest.patches
     await world.fetch(published)
 
 
 @virtual()
 async def test_a_patch_that_would_not_pay_does_not_travel(world: World) -> None:
     first = await publish(world, 0)
-    patch = (await publish(world, 1)).manifest.patch
-    assert patch is not None
+    (patch,) = (await publish(world, 1)).manifest.patches
     share = patch.nbytes / NBYTES
-    for margin, expected in ((1.01, patch), (0.99, None)):
+    for margin, expected in ((1.01, (patch,)), (0.99, ())):
         again = WeightPublisher(
             world.learner, world.run, world.learner_store, max_patch_share=share * margin, keep_versions=1
         )
         await again.publish(policy(0), 0, world.members, ASSETS)
-        assert (await again.publish(policy(1), 1, world.members, ASSETS)).manifest.patch == expected
-    assert first.manifest.patch is None
+        assert (await again.publish(policy(1), 1, world.members, ASSETS)).manifest.patches == expected
+    assert not first.manifest.patches
 
 
 @virtual()
 async def test_weights_of_another_layout_travel_whole(world: World) -> None:
     await world.fetch(await world.publish(0))
     published = await publish(world, 1)
-    assert published.manifest.patch is None
+    assert not published.manifest.patches
     await fetch(world, published)
 
 
@@ -139,10 +137,8 @@ async def test_a_late_joiner_gets_the_whole_from_those_who_took_the_patch(world:
 
 
 @virtual()
-async def test_a_member_that_missed_a_version_gets_the_whole_while_the_others_take_the_patch(
-    world: World,
-) -> None:
-    await fetch(world, await publish(world, 0))
+async def test_a_member_without_a_base_gets_the_whole_while_the_others_take_the_patch(world: World) -> None:
+    await fetch(world, await publish(world, 0), 0, 1, 2)
     await fetch(world, await publish(world, 1), 0, 1, 2)
     published = await publish(world, 2)
     *others, behind = await fetch(world, published)
@@ -150,8 +146,7 @@ async def test_a_member_that_missed_a_version_gets_the_whole_while_the_others_ta
     assert NBYTES <= came(behind) <= WHOLE_BYTES
     # Its own stripe comes from the learner; for the others it waits until their holders have applied the patch.
     assert behind.bytes_from_learner < WHOLE_BYTES / 3
-    assert published.manifest.patch is not None
-    assert sent(world, 2) - behind.bytes_from_learner < 1.1 * published.manifest.patch.nbytes
+    assert sent(world, 2) - behind.bytes_from_learner < 1.1 * published.manifest.patches[0].nbytes
 
 
 @virtual()
@@ -257,12 +252,14 @@ def test_a_patch_that_does_not_make_what_was_signed_is_replaced_by_the_whole(
         await fetch(world, await publish(world, 0))
         monkeypatch.setattr(publishing, "encode", bad)
         published = await publish(world, 1)
-        patch = published.manifest.patch
-        assert patch is not None
+        (patch,) = published.manifest.patches[:1]
         with caplog.at_level(logging.WARNING, "echo2p2p.weights"):
             fetched = await fetch(world, published)
         assert all(came(each) == patch.nbytes + NBYTES for each in fetched)
-        assert caplog.text.count("version 1 is fetched whole, for its patch failed") == len(fetched)
+        assert caplog.text.count("version 1 is fetched whole, for its patches on version 0 failed") == len(
+            fetched
+        )
+        assert not any(each.patches for each in fetched)
         assert not any(each.banned for each in world.subscribers)
         monkeypatch.undo()
         following = await publish(world, 2)
@@ -275,7 +272,7 @@ def test_who_waits_for_the_whole_gets_it_though_the_patch_of_those_it_waits_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main(world: World) -> None:
-        await fetch(world, await publish(world, 0))
+        await fetch(world, await publish(world, 0), 0, 1, 2)
         await fetch(world, await publish(world, 1), 0, 1, 2)
         monkeypatch.setattr(publishing, "encode", lying)
         await world.join().start()
@@ -349,17 +346,16 @@ async def cut_off_in_mid_patch(world: World) -> tuple[Published, int]:
 async def test_a_patch_goes_on_from_what_the_store_has(world: World) -> None:
     published, held = await cut_off_in_mid_patch(world)
     (fetched,) = await fetch(world, published, 0, one_in=ONE_IN)
-    assert published.manifest.patch is not None
-    assert came(fetched) == published.manifest.patch.nbytes - held
+    assert came(fetched) == published.manifest.patches[0].nbytes - held
 
 
 @virtual()
-async def test_a_worker_killed_in_mid_patch_takes_the_whole(world: World) -> None:
-    published, _ = await cut_off_in_mid_patch(world)
+async def test_a_worker_killed_in_mid_patch_goes_on_with_it_from_the_base_in_its_store(world: World) -> None:
+    published, held = await cut_off_in_mid_patch(world)
     world.subscribers[0] = WeightSubscriber(world.peers[0], world.run, world.stores[0])
     await world.subscribers[0].start()
     fetched = await fetch(world, published, one_in=ONE_IN)
-    assert came(fetched[0]) == NBYTES
+    assert came(fetched[0]) == published.manifest.patches[0].nbytes - held
     assert all(came(each) < WHOLE_BYTES / 5 for each in fetched[1:])
 
 
@@ -368,7 +364,7 @@ async def test_a_newer_version_supersedes_a_patch_in_progress(world: World) -> N
     await cut_off_in_mid_patch(world)
     world.swarm.set_rate(world.learner, upload_mbit=UP_MBIT)
     fetched = await fetch(world, await publish(world, 2, ONE_IN), one_in=ONE_IN)
-    assert all(came(each) == NBYTES for each in fetched)
+    assert all((each.patches, came(each) < WHOLE_BYTES / 3) == (2, True) for each in fetched)
     fetched = await fetch(world, await publish(world, 3, ONE_IN), one_in=ONE_IN)
     assert all(came(each) < WHOLE_BYTES / 5 for each in fetched)
 
@@ -386,7 +382,7 @@ async def test_where_everything_changes_making_patches_is_given_a_rest(world: Wo
         noise = np.random.default_rng(0)
         for version in range(12):
             dense = Snapshot(policy(0).layout, noise.bytes(NBYTES))
-            assert (await world.publish(version, dense)).manifest.patch is None
+            assert not (await world.publish(version, dense)).manifest.patches
     finally:
         publishing.encode = original
     assert len(encoded) == 2
