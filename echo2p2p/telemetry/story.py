@@ -77,7 +77,9 @@ def _state(event: Event) -> str:
 def _installed(event: Event) -> str:
     fetched = number(event.get("fetch_s"))
     took = "" if math.isnan(fetched) else f", fetched in {human_seconds(fetched)}"
-    return f"version {clean(event.get('version'))} installed{took}"
+    patches = number(event.get("patches"))
+    way = "" if math.isnan(patches) else f", by {patches:.0f} patches" if patches > 0 else ", whole"
+    return f"version {clean(event.get('version'))} installed{took}{way}"
 
 
 _TELLERS: dict[str, Callable[[Event], str]] = {

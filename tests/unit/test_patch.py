@@ -1,7 +1,7 @@
 import resource
 import struct
 import time
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.errors import FingerprintMismatch, ManifestError, PatchError
-from echo2p2p.weights.patch import PatchLimits, apply, apply_in_place, encode, read_head
+from echo2p2p.weights.patch import (
+    PatchLimits,
+    apply,
+    apply_chain_in_place,
+    apply_in_place,
+    encode,
+    read_head,
+)
 from echo2p2p.weights.patch_words import Kind
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot, TensorSpec, from_state_dict
 
@@ -288,3 +295,86 @@ def test_a_patch_between_layouts_is_not_applied_in_place() -> None:
     base, new = bf16(policy(1000)), bf16(policy(1001))
     with pytest.raises(ManifestError):
         apply_in_place(bytearray(base.data), encode(base, new), layout=new.layout)
+
+
+# --- chains -----------------------------------------------------------------------------------------------
+
+
+def chain(links: int, size: int = 3000, share: float = 0.05) -> tuple[list[Snapshot], list[bytes]]:
+    """Consecutive snapshots and the patches between them, oldest first."""
+    words = [policy(size)]
+    for seed in range(links):
+        words.append(step(words[-1], share, seed))
+    snapshots = [bf16(each) for each in words]
+    return snapshots, [encode(*pair) for pair in pairwise(snapshots)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.data())
+def test_any_part_of_a_chain_ends_where_its_last_patch_says(
+    links: int, share: float, data: st.DataObject
+) -> None:
+    snapshots, patches = chain(links, share=share)
+    first = data.draw(st.integers(0, links - 1))
+    last = data.draw(st.integers(first + 1, links))
+    buffer = bytearray(snapshots[first].data)
+    made = apply_chain_in_place(buffer, patches[first:last], layout=snapshots[0].layout)
+    assert made.fingerprint() == snapshots[last].fingerprint()
+    assert buffer == snapshots[last].data
+
+
+def test_one_flipped_bit_anywhere_in_a_chain_is_refused_before_anything_is_written() -> None:
+    snapshots, patches = chain(3, size=300)
+    layout = snapshots[0].layout
+    buffer = bytearray(snapshots[0].data)
+    fingerprint = snapshots[0].fingerprint()
+    for at, patch in enumerate(patches):
+        for bit in range(8 * len(patch)):
+            damaged = bytearray(patch)
+            damaged[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(PatchError):
+                apply_chain_in_place(
+                    buffer,
+                    [*patches[:at], damaged, *patches[at + 1 :]],
+                    layout=layout,
+                    base_fingerprint=fingerprint,
+                    fingerprint=snapshots[3].fingerprint(),
+                )
+    assert buffer == snapshots[0].data
+
+
+def test_a_chain_out_of_order_cut_short_or_on_another_base_is_refused_before_anything_is_written() -> None:
+    snapshots, (first, second, third) = chain(3)
+    other = bytearray(snapshots[1].data)
+    wrong: list[tuple[bytearray, list[bytes]]] = [
+        (other, [first, second, third]),
+        *(
+            (bytearray(snapshots[0].data), patches)
+            for patches in (
+                [second, third],
+                [first, third],
+                [first, third, second],
+                [first, first, second, third],
+                [first, second, second, third],
+                [first, second, third, third],
+                [first, second],
+                [first, second[:-1], third],
+                [first, second, third[:100]],
+                [first, b"", third],
+            )
+        ),
+    ]
+    for buffer, patches in wrong:
+        before = bytes(buffer)
+        with pytest.raises(PatchError):
+            apply_chain_in_place(
+                buffer, patches, layout=snapshots[0].layout, fingerprint=snapshots[3].fingerprint()
+            )
+        assert buffer == before
+
+
+def test_a_chain_with_a_patch_that_lies_does_not_pass() -> None:
+    snapshots, (first, second, third) = chain(3)
+    liar = resealed(second, encode(snapshots[1], snapshots[3])[HEAD_BYTES:])
+    with pytest.raises(FingerprintMismatch):
+        apply_chain_in_place(bytearray(snapshots[0].data), [first, liar, third], layout=snapshots[0].layout)
