@@ -49,6 +49,7 @@ DEFAULT_CHUNK_BYTES = 128 * 1024
 DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
 DEFAULT_PATCH_CHAIN = 16
+"""Enough for a worker that was away for some minutes; every further one makes all manifests and stores larger."""
 _REST_VERSIONS = 7
 _PATCH_CHUNKS = 64
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024

@@ -140,8 +140,8 @@ class WeightSubscriber:
 
         version = record.manifest_digest
         way, here = await self._clock.offload(lambda: self._way(manifest))
-        # The whole may have to be fetched after all, and the assets lie behind it.
-        buffer = bytearray(max(manifest.whole_bytes, manifest.chunk_span(way.wanted.stop - 1)[1]))
+        in_patches = sum(patch.nbytes for patch in manifest.patches[: way.patches])
+        buffer = bytearray(manifest.whole_bytes + in_patches)
         holding = Holding(manifest, body, self._store, self._clock, here=here, buffer=buffer)
         self._server.serve(version, holding)
         arrival = Arrival(

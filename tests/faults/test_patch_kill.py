@@ -14,6 +14,7 @@ from test_transfer_kill import stored
 
 from echo2p2p.swarm.hivemind import HivemindNetwork
 from echo2p2p.swarm.network import StreamHandler
+from echo2p2p.weights.manifest import Manifest
 from echo2p2p.weights.publisher import Published, WeightPublisher
 from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 from echo2p2p.weights.store import DiskStore, MemoryStore
@@ -80,6 +81,11 @@ def fields(published: Published) -> list[Any]:
     return [record.version, record.manifest_digest, record.manifest_bytes, record.snapshot_bytes]
 
 
+def _size(manifest: Manifest, chunk: int) -> int:
+    start, end = manifest.chunk_span(chunk)
+    return end - start
+
+
 async def test_kill_9_in_mid_patch_ends_on_the_right_bits(tmp_path: Path) -> None:
     network = await HivemindNetwork.join(tmp_path / "learner-identity")
     killed, other = tmp_path / "killed", tmp_path / "other"
@@ -99,8 +105,10 @@ async def test_kill_9_in_mid_patch_ends_on_the_right_bits(tmp_path: Path) -> Non
         worker.kill()
         await worker.wait()
         assert N_CHUNKS < stored(killed) < N_CHUNKS + n_patch
+        manifest, left = published[1].manifest, DiskStore(killed / "store")
+        missing = [at for at in manifest.by_patches(1) if not left.has(manifest.chunk_digest(at))]
 
-        expected_bytes = {killed: 2 * WORDS, other: patch.nbytes}
+        expected_bytes = {killed: sum(_size(manifest, at) for at in missing), other: patch.nbytes}
         for folder, wanted in ((killed, records[1:]), (other, records)):
             worker = await start_worker(str(folder), run, wanted, network.addresses())
             async with asyncio.timeout(60):
