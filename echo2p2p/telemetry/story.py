@@ -78,8 +78,15 @@ def _installed(event: Event) -> str:
     fetched = number(event.get("fetch_s"))
     took = "" if math.isnan(fetched) else f", fetched in {human_seconds(fetched)}"
     patches = number(event.get("patches"))
-    way = "" if math.isnan(patches) else f", by {patches:.0f} patches" if patches > 0 else ", whole"
-    return f"version {clean(event.get('version'))} installed{took}{way}"
+    return f"version {clean(event.get('version'))} installed{took}{_way(patches)}"
+
+
+def _way(patches: float) -> str:
+    if math.isnan(patches):
+        return ""
+    if patches < 1:
+        return ", whole"
+    return ", by one patch" if patches == 1 else f", by {patches:.0f} patches"
 
 
 _TELLERS: dict[str, Callable[[Event], str]] = {

@@ -13,6 +13,7 @@ from echo2p2p.errors import SettingsError
 from echo2p2p.telemetry import events as events_module
 from echo2p2p.telemetry.events import MAX_TEXT_CHARS, EventLog, read_events
 from echo2p2p.telemetry.kinds import ENVELOPE, KINDS
+from echo2p2p.telemetry.story import tell
 
 
 def open_log(path: Path | None) -> EventLog:
@@ -252,3 +253,12 @@ def test_the_made_up_run_emits_what_the_table_says(tmp_path):
     run.play(20)
     for event in read_events(tmp_path / "events.jsonl"):
         assert set(event) - set(ENVELOPE) <= set(KINDS[event["event"]].fields), event["event"]
+
+
+@pytest.mark.parametrize(
+    ("patches", "told"),
+    [(0, ", whole"), (1, ", by one patch"), (4, ", by 4 patches"), (None, ""), ("x", ""), (-3, ", whole")],
+)
+def test_a_worker_tells_which_way_a_version_came(patches, told):
+    event = {"event": "installed", "version": 7, "patches": patches}
+    assert tell(event) == f"version 7 installed{told}"
