@@ -97,7 +97,7 @@ class LearnerWord:
         """Believe a record of the learner if it is newer than those before; whether it is.
 
         Args:
-            live: it came on the learner's own stream just now.
+            live: it came on the learner's own stream, where :meth:`heard` counts and promises more.
         """
         learner = self._keys.learner_id
         try:
@@ -115,7 +115,7 @@ class LearnerWord:
             return False
         self._held[record.key] = (record, bytes(sealed))
         fresh_s = record.fresh_for_s(now_unix)
-        if fresh_s > 0:
+        if fresh_s > 0 and not live:
             self._note(fresh_s, record.next_s, ask_in_s=min(record.next_s, fresh_s / 2))
         if isinstance(record.body, LearnerRecord):
             self._network.know(learner, record.body.addresses)

@@ -24,7 +24,7 @@ RENEWAL_S = 30.0
 
 
 class World:
-    """A learner, three honest workers and a victim, all at work."""
+    """A learner, three honest workers and a victim; it takes all of them to keep up with the training."""
 
     def __init__(self, swarm):
         self.swarm = swarm
@@ -44,7 +44,7 @@ class World:
         self.tasks = [asyncio.ensure_future(self.learner.run())]
         self.others = []
         for number in range(4):
-            worker, network = await self.run.start_worker(WorkerModel(0.3, 150.0), number)
+            worker, network = await self.run.start_worker(WorkerModel(0.3, 80.0), number)
             self.tasks.append(asyncio.ensure_future(worker.run()))
             self.others.append(network)
         self.victim, self.peer = worker, self.others.pop()
