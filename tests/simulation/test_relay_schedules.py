@@ -267,7 +267,7 @@ class World:
         if self.learner is not None:
             self.swarm.kill(self.learner)
             self.learner = None
-            self.ended = True
+            self.faults += 1
 
     # --- the play
 
