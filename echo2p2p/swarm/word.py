@@ -212,7 +212,7 @@ class LearnerWord:
                 peer, protocol_id(WORD_PROTOCOL), timeout_s=ASK_TIMEOUT_S
             )
             try:
-                word = await receive(
+                word: Word = await receive(
                     stream, Word, max_bytes=3 * MAX_RECORD_BYTES, timeout_s=2 * ASK_TIMEOUT_S
                 )
             finally:
