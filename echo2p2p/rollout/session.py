@@ -66,7 +66,11 @@ class SessionOwner(Protocol):
 
     def on_active(self, active: bool) -> None: ...
 
-    def on_head(self, record: ManifestRecord) -> None: ...
+    def on_head(self, record: ManifestRecord, sealed: bytes) -> None: ...
+
+    def on_word(self, period_s: float) -> None:
+        """The learner said something; the next thing is due within ``period_s``."""
+        ...
 
     def on_lease(self, lease: Lease) -> None: ...
 
@@ -92,6 +96,7 @@ class LearnerSession:
         self._retry_s = FIRST_RETRY_S
         self._task: TaskSpec | None = None
         self._verdicts: Counter[str] = Counter()
+        self._held_back: list[Submit] | None = None
 
     @property
     def task(self) -> TaskSpec:
@@ -110,7 +115,21 @@ class LearnerSession:
     def submit(self, submit: Submit) -> None:
         """Queue a finished group; it is kept until its verdict comes."""
         self._unanswered[submit.lease, submit.group.index] = submit
-        self.tell(submit)
+        if self._held_back is None:
+            self.tell(submit)
+        else:
+            self._held_back.append(submit)
+
+    def hold_back(self) -> None:
+        """Send no finished groups until :meth:`let_go`: nobody knows what they are worth by now."""
+        self._held_back = self._held_back or []
+
+    def let_go(self) -> None:
+        """Undo :meth:`hold_back`."""
+        held, self._held_back = self._held_back, None
+        for submit in held or ():
+            if (submit.lease, submit.group.index) in self._unanswered:
+                self.tell(submit)
 
     def stop(self) -> None:
         """End the session, handing back what is still leased."""
@@ -154,6 +173,7 @@ class LearnerSession:
             welcome = await self._join(stream)
             if welcome is None:
                 return False
+            self._owner.on_word(welcome.beat_period_s)
             self._events.emit("session", state="open", reason="")
             # What is still queued belonged to the last session; the groups in it are among the unanswered.
             self._outbox = asyncio.Queue(OUTBOX_MESSAGES)
@@ -165,7 +185,7 @@ class LearnerSession:
                     tasks.create_task(self._beat(welcome.beat_period_s)),
                     tasks.create_task(self._end_on_stop(stream)),
                 ]
-                finished = await self._read(stream, silence_s=SILENT_BEATS * welcome.beat_period_s)
+                finished = await self._read(stream, welcome.beat_period_s)
                 for helper in helpers:
                     helper.cancel()
         except* Echo2p2pError as group:
@@ -199,12 +219,13 @@ class LearnerSession:
         self._events.emit("session", state="turned away", reason=answer.reason)
         return None
 
-    async def _read(self, stream: Stream, *, silence_s: float) -> bool:
+    async def _read(self, stream: Stream, beat_period_s: float) -> bool:
         """Handle what the learner says until it says goodbye; True if the run is finished."""
         while True:
             message: FromLearner = await receive(
-                stream, FromLearner, max_bytes=MAX_MESSAGE_BYTES, timeout_s=silence_s
+                stream, FromLearner, max_bytes=MAX_MESSAGE_BYTES, timeout_s=SILENT_BEATS * beat_period_s
             )
+            self._owner.on_word(beat_period_s)
             if isinstance(message, Lease):
                 self._owner.on_lease(message)
             elif isinstance(message, Verdict):
@@ -229,7 +250,7 @@ class LearnerSession:
         record = check_live(message.record, owner=learner)
         if not isinstance(record.body, ManifestRecord) or record.key != self._keys.manifest:
             raise ProtocolError("the learner announced a version with a record that is not a manifest's")
-        self._owner.on_head(record.body)
+        self._owner.on_head(record.body, message.record)
 
     def _settle(self, verdict: Verdict) -> None:
         self._unanswered.pop((verdict.lease, verdict.index), None)

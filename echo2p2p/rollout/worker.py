@@ -37,6 +37,7 @@ from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_ADDRESSES, ManifestRecord, WorkerAdvert
+from echo2p2p.swarm.word import LearnerWord
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
 
@@ -91,6 +92,7 @@ class Worker:
         self._events = events
         self._rng = rng
         self._session = LearnerSession(network, run, self, events=events, rng=rng)
+        self._word = LearnerWord(network, run, rng=rng, changed=self._on_stale)
         self._engine: InferenceEngine | None = None
         self._scorer: Scorer | None = None
         self._active = False
@@ -119,11 +121,24 @@ class Worker:
         """Leased groups that have not been submitted."""
         return len(self._prompts)
 
+    @property
+    def state(self) -> str:
+        """standby, active, or stale: without a fresh word of the learner for three of its periods."""
+        if self._word.stale:
+            return "stale"
+        return "active" if self._active else "standby"
+
+    @property
+    def head_age_s(self) -> float:
+        """How long ago the learner last gave a fresh word of its own."""
+        return self._word.age_s
+
     def advert(self) -> WorkerAdvert:
         """What this worker announces now."""
-        state = "active" if self._active else "standby"
         addresses = tuple(self._network.addresses()[:MAX_ADDRESSES])
-        return msgspec.structs.replace(self._describe, version=self.version, state=state, addresses=addresses)
+        return msgspec.structs.replace(
+            self._describe, version=self.version, state=self.state, addresses=addresses
+        )
 
     async def run(self) -> None:
         """Work until the run is finished or :meth:`stop` is called.
@@ -134,8 +149,10 @@ class Worker:
             FingerprintMismatch, EngineError: the engine does not do what it should.
         """
         try:
+            await self._word.serve()
             async with asyncio.TaskGroup() as tasks:
                 background = [
+                    tasks.create_task(self._word.watch()),
                     tasks.create_task(self._directory.keep(self.advert, changed=self._advert_changed)),
                     tasks.create_task(self._follow_versions()),
                     tasks.create_task(self._roll_out()),
@@ -178,10 +195,27 @@ class Worker:
 
     def on_active(self, active: bool) -> None:
         self._active = active
-        self._events.emit("state", state="active" if active else "standby")
+        self._tell_state()
+
+    def on_word(self, period_s: float) -> None:
+        self._word.heard(period_s)
+
+    def _on_stale(self, stale: bool) -> None:
+        """Work for a learner that has perhaps moved on may only be refused: none is begun or sent."""
+        if stale:
+            log.warning("no word of the learner for %.0f s; asking around", self.head_age_s)
+            self._session.hold_back()
+        else:
+            self._session.let_go()
+            self._wake.set()
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        self._events.emit("state", state=self.state, head_age_s=self.head_age_s)
         self._advert_changed.set()
 
-    def on_head(self, record: ManifestRecord) -> None:
+    def on_head(self, record: ManifestRecord, sealed: bytes) -> None:
+        self._word.take(sealed, live=True)
         if self._head is None or record.version > self._head.version or self._disowned:
             self._head = record
             self._new_head.set()
@@ -288,6 +322,8 @@ class Worker:
         while self._prompts and self._prompts[0].expires_at <= now:
             self._prompts.popleft()
         batch: list[Prompt] = []
+        if self._word.stale:
+            return batch
         limit = 1 if self._retry_alone > 0 else self._batch_groups
         self._retry_alone = max(0, self._retry_alone - 1)
         while self._prompts and len(batch) < limit:

@@ -39,6 +39,8 @@ from echo2p2p.swarm.records import (
 log = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 90.0
+_RENEWALS = 3
+"""Times that a record is renewed within its life."""
 _LEAVING = "leaving"
 
 
@@ -125,7 +127,7 @@ class Directory:
         changed = changed or asyncio.Event()
         while True:
             changed.clear()
-            wait_s = self._ttl_s / 3 - pause_s
+            wait_s = self._ttl_s / _RENEWALS - pause_s
             try:
                 await self.publish(make_body())
             except (SwarmError, RecordError) as error:
@@ -147,13 +149,15 @@ class Directory:
 
     def _seal(self, body: Body, ttl_s: float | None) -> tuple[bytes, Record]:
         now = self._network.clock.unix()
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
         self._sequence = max(self._sequence + 1, int(now * 1000))
         value = seal(
             self._network.identity,
             self._key_of(body),
             body,
             sequence=self._sequence,
-            expires_unix=now + (self._ttl_s if ttl_s is None else ttl_s),
+            expires_unix=now + ttl_s,
+            next_s=ttl_s / _RENEWALS,
         )
         return value, check(value, owner=self._network.peer_id, now_unix=now)
 

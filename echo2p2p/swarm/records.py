@@ -26,6 +26,8 @@ MAX_RECORD_LIFETIME_S = 3600.0
 """A record that claims to live longer is refused, so nothing stays in the table for good."""
 CLOCK_MARGIN_S = 30.0
 """How far the clocks of two honest peers may lie apart before a record is refused for its expiry."""
+WORDS_MISSED = 3
+"""A record stays fresh for so many of the periods within which its owner promised the next one."""
 WORKER_SHARDS = 16
 """Keys over which the adverts of one run are spread, so that no node holds or answers for all of them."""
 
@@ -51,8 +53,8 @@ class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
     """What a worker says of itself. Claims, not facts: the learner measures what it pays for.
 
     Bandwidths in Mbit/s, ``price_per_hour`` in $, ``tokens_per_s`` as the worker's own estimate over a full
-    batch (0: it has none). ``state`` is one of standby, active, leaving. ``addresses`` are where it can be dialled,
-    as far as it knows.
+    batch (0: it has none). ``state`` is one of standby, active, stale, leaving; stale is a worker that has had no
+    fresh word of its learner. ``addresses`` are where it can be dialled, as far as it knows.
     """
 
     gpu: GpuName
@@ -64,7 +66,7 @@ class WorkerAdvert(msgspec.Struct, frozen=True, tag="worker"):
     tokens_per_s: NonNegative
     version: Version
     engine: Name
-    state: Annotated[str, Meta(pattern=r"^(standby|active|leaving)\Z")]
+    state: Annotated[str, Meta(pattern=r"^(standby|active|stale|leaving)\Z")]
     software: Name
     addresses: Addresses = ()
 
@@ -117,7 +119,8 @@ class Record(msgspec.Struct, frozen=True):
     """The signed value.
 
     ``sequence`` grows with every record of one owner under one key. ``expires_unix`` equals the expiry under
-    which the table holds the record.
+    which the table holds the record. ``next_s``: the owner promises another one, of a higher sequence, within so
+    many seconds; 0 promises nothing.
     """
 
     protocol: int
@@ -126,6 +129,15 @@ class Record(msgspec.Struct, frozen=True):
     sequence: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     expires_unix: Annotated[float, Meta(ge=0, le=1e12)]
     body: Body
+    next_s: Annotated[float, Meta(ge=0, le=MAX_RECORD_LIFETIME_S)] = 0.0
+
+    def fresh_for_s(self, now_unix: float) -> float:
+        """How long the owner may stay silent after this, from now on, before something keeps its word away.
+
+        Three of the periods that it promised, and never beyond the record's own expiry, so that a copy that was
+        held back for a while buys nothing.
+        """
+        return max(0.0, min(WORDS_MISSED * self.next_s, self.expires_unix - now_unix))
 
 
 class Keys:
@@ -161,13 +173,15 @@ class Keys:
         return f"{self._prefix}/workers/{shard}"
 
 
-def seal(identity: Identity, key: str, body: Body, *, sequence: int, expires_unix: float) -> bytes:
+def seal(
+    identity: Identity, key: str, body: Body, *, sequence: int, expires_unix: float, next_s: float = 0.0
+) -> bytes:
     """Make the signed value of a record: 64 bytes of signature, then the encoded :class:`Record`.
 
     Raises:
         RecordError: it would be longer than ``MAX_RECORD_BYTES``.
     """
-    payload = encode(Record(PROTOCOL_VERSION, key, identity.peer_id, sequence, expires_unix, body))
+    payload = encode(Record(PROTOCOL_VERSION, key, identity.peer_id, sequence, expires_unix, body, next_s))
     value = identity.sign(_DOMAIN, payload) + payload
     if len(value) > MAX_RECORD_BYTES:
         raise RecordError(f"record under {key} has {len(value)} bytes, {MAX_RECORD_BYTES} are allowed")

@@ -218,7 +218,14 @@ KINDS: Mapping[str, Kind] = {
         "a work session opened or ended",
         {"state": "open, ended, lost or turned away", "reason": "why"},
     ),
-    "state": Kind("worker", "the worker changed state", {"state": "standby, active or leaving"}),
+    "state": Kind(
+        "worker",
+        "the worker changed state",
+        {
+            "state": "standby, active, stale (no fresh word of the learner for three of its periods) or leaving",
+            "head_age_s": "since the learner's last fresh word",
+        },
+    ),
     # --- bootstrap -------------------------------------------------------------------------------
     "peers": Kind("bootstrap", "now and then", {"count": "peers in the routing table"}),
 }

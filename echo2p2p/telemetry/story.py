@@ -69,7 +69,11 @@ def _session(event: Event) -> str:
 
 
 def _state(event: Event) -> str:
-    told = {"active": "active: paid from now on", "standby": "on standby, unpaid"}
+    told = {
+        "active": "active: paid from now on",
+        "standby": "on standby, unpaid",
+        "stale": "no fresh word of the learner: nothing is rolled out until one comes",
+    }
     state = clean(event.get("state"))
     return told.get(state, state)
 

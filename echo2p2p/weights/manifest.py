@@ -184,14 +184,15 @@ class Manifest(msgspec.Struct, frozen=True):
 class ManifestLimits(msgspec.Struct, frozen=True):
     """What a peer puts up with, even from the learner.
 
-    ``max_jump``: how far past the newest version seen the next one may lie.
+    ``max_jump``: how far past the newest version seen the next one may lie. A version is a training step, so
+    that is longer than most runs; one who has seen nothing takes any.
     """
 
     max_manifest_bytes: int = 4 * 2**20
     max_snapshot_bytes: int = 2**40
     max_chunks: int = 100_000
     max_asset_bytes: int = 64 * 2**20
-    max_jump: int = 1_000_000
+    max_jump: int = 10_000
 
 
 class Trusted(msgspec.Struct, frozen=True):
@@ -222,6 +223,8 @@ def sign(identity: Identity, manifest: Manifest) -> bytes:
     """
     _check_contents(manifest, ManifestLimits(max_manifest_bytes=MAX_MANIFEST_BYTES))
     payload = encode(manifest)
+    if encode(decode(payload, Manifest)) != payload:
+        raise ManifestError("a field of the manifest does not have its type: it has no canonical encoding")
     if len(payload) > MAX_MANIFEST_BYTES - 64:
         raise ManifestError(f"a manifest of {len(payload)} bytes cannot travel", hint="use larger chunks")
     return identity.sign(_DOMAIN, payload) + payload
@@ -269,7 +272,12 @@ class ManifestVerifier:
                 hint="two learners may be running with one identity",
             )
         if seen.version >= 0 and manifest.version > seen.version + self._limits.max_jump:
-            raise ManifestError(f"version {manifest.version} is too far past version {seen.version}")
+            raise ManifestError(
+                f"version {manifest.version} is too far past version {seen.version}, the newest seen here "
+                f"({self._limits.max_jump} are allowed)",
+                hint="if this worker was away for that long, start it with a new run folder; otherwise the "
+                "learner's key or counter is not to be trusted: start the run anew under another name",
+            )
         assets = {asset.name: asset.digest for asset in manifest.assets}
         if seen.assets is not None and assets != seen.assets:
             raise ManifestError(

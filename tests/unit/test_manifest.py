@@ -160,11 +160,22 @@ def test_two_manifests_of_one_version_are_equivocation() -> None:
 
 
 def test_a_jump_past_the_limit_is_refused_but_a_newcomer_may_start_anywhere() -> None:
-    verifier = ManifestVerifier(RUN, ManifestLimits(max_jump=10_000))
+    verifier = ManifestVerifier(RUN)
     verifier.accept(sign(LEARNER, manifest(50_000)))
     with pytest.raises(ManifestError, match="too far"):
         verifier.accept(sign(LEARNER, manifest(60_001)))
     verifier.accept(sign(LEARNER, manifest(60_000)))
+
+
+@pytest.mark.parametrize("version", [2**53 + 1, 2**63 - 1])
+def test_a_version_number_past_all_that_a_run_can_reach_is_refused_by_a_newcomer_too(version: int) -> None:
+    with pytest.raises(ManifestError, match="version"):
+        ManifestVerifier(RUN).accept(sealed(manifest(version)))
+
+
+def test_a_manifest_that_every_verifier_would_refuse_for_its_encoding_is_not_signed() -> None:
+    with pytest.raises(ManifestError, match="canonical"):
+        sign(LEARNER, manifest(members=(Member(STRANGER.peer_id, 50),)))
 
 
 @pytest.mark.parametrize(
