@@ -3,50 +3,67 @@
 ``python -m benchmarks.relay --peers 8 --mib 32 --up-mbit 50``
 
 Each host is a network namespace with one process and its own p2pd. A small version travels first, so that
-connections stand as they do in a run; then one that is relayed (``ours``), then one that goes from the
-learner to every peer (``star``). Measured from the announcement until the last peer has verified the whole
-snapshot. The last line on stdout is one JSON object: ``bound_s``, ``ours`` and ``star`` with ``seconds`` and
-``ratio`` (seconds / bound_s), and
-``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes). ``cpu_s`` is what all hosts
-together used; near a ``cpu_busy`` of 1 it was this machine's processors that were measured, not the plan.
+connections stand as they do in a run. Measured from the announcement until the last peer has verified the
+whole snapshot. The last line on stdout is one JSON object; ``bound_s`` is the fluid bound, ``link_mbit`` what
+raw TCP makes of one link, and then comes what was asked for:
+
+* ``ours`` (relayed), ``star`` (the learner sends to every peer) and ``libtorrent`` (as many bytes, one session
+  a host, connected beforehand; null if it is not installed): ``seconds``, ``ratio`` (seconds / bound_s);
+  ``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes) of the first two;
+* ``killed``: with ``--kill``, the first peers and their p2pd are killed at half of the undisturbed time;
+* ``liars``: with ``--liars``, all that the first peers serve has a flipped bit. ``bad_bytes_stored`` is what
+  finished peers hold that the learner did not publish, ``named`` how many liars an honest peer has banned,
+  ``wrongly_named`` how many others. Both have ``seconds`` of the other peers and ``ratio_to_undisturbed``;
+* ``loopback``: with ``--loopback-gib``, to one worker on this machine, unshaped, against a plain stream through
+  the same two p2pd: ``seconds``, ``bare_seconds``, ``ratio``.
+
+With ``--repeat``, ``seconds`` are medians and ``all_seconds`` every single one. ``cpu_s`` is what the processes
+of all hosts used together, faulty peers left out; near a ``cpu_busy`` of 1 it was this machine's processors that
+were measured, not the plan.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
+import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 
-from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, shaped_hosts
+from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, processes, shaped_hosts
+from benchmarks.nodes import Node, NodeError, ask_all, ended_together, say
 from echo2p2p.weights.plan import fluid_bound_s
 
-_START_S = 180.0
+_WAYS = ("ours", "star", "libtorrent")
 _WARM_UP_BYTES = 2**20
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    if arguments.node:
-        asyncio.run(_node(json.loads(arguments.node)))
-        return
+    parser = _parser()
+    arguments = parser.parse_args()
+    chosen = [way for way in arguments.only.split(",") if way]
+    if not set(chosen) <= set(_WAYS):
+        parser.error(f"--only takes some of {','.join(_WAYS)}")
     # A terminated run must leave through its finally clauses too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        print(json.dumps(_measure(arguments)))
-    except ShapingError as error:
+        figures = _measure(arguments, chosen)
+        if arguments.loopback_gib:
+            figures["loopback"] = _loopback(arguments)
+        print(json.dumps(figures))
+    except (ShapingError, NodeError) as error:
         sys.exit(f"relay: {error}")
 
 
@@ -62,184 +79,227 @@ def _parser() -> argparse.ArgumentParser:
         "--down-mbit", type=float, help="downlink of every host; the largest uplink if not given"
     )
     parser.add_argument("--chunk-kib", type=int, default=128)
-    parser.add_argument("--node", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", default=",".join(_WAYS), help="the ways to measure, comma-separated; '' for none of them"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="times that each way is measured")
+    parser.add_argument("--kill", type=int, default=0, help="peers that are killed on the way")
+    parser.add_argument("--liars", type=int, default=0, help="peers that serve corrupted chunks")
+    parser.add_argument("--loopback-gib", type=float, default=0.0, help="size of the snapshot on loopback")
     return parser
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, Any]:
+    """Everything that needs shaped links."""
     uplinks = [arguments.up_mbit] * arguments.peers
     if arguments.uplinks:
         uplinks = [float(each) for each in arguments.uplinks.split(",")]
     down_mbit = arguments.down_mbit or max(arguments.up_mbit, *uplinks)
     nbytes = arguments.mib * 2**20
     bound_s = fluid_bound_s(nbytes, arguments.up_mbit, uplinks, [down_mbit] * len(uplinks))
+    faults = {"killed": arguments.kill, "liars": arguments.liars}
+    if max(faults.values()) >= len(uplinks):
+        raise ShapingError("somebody must be left to measure: fewer faulty peers than peers")
+    ways = [way for way in _WAYS if way in chosen or (way == "ours" and any(faults.values()))]
+    if not ways:
+        return {}
+    figures: dict[str, Any] = {"bound_s": round(bound_s, 3)}
     rates = [(arguments.up_mbit, down_mbit), *((up, down_mbit) for up in uplinks)]
-    with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as folder:
-        link_mbit = measure_mbit(hosts[0], hosts[1])
-        _say(f"raw TCP over a link of {min(arguments.up_mbit, down_mbit):g} Mbit/s: {link_mbit:.1f} Mbit/s")
-        with _swarm(hosts, Path(folder), arguments.chunk_kib * 1024) as nodes:
-            _send_once("warm-up", 0, nodes, _WARM_UP_BYTES)
-            measured = {
-                way: _send_once(way, version, nodes, nbytes)
-                for version, way in enumerate(("ours", "star"), 1)
-            }
-    for way, figures in measured.items():
-        figures["ratio"] = round(figures["seconds"] / bound_s, 3)
-        figures["learner_bytes_ratio"] = round(figures["learner_bytes_ratio"] / nbytes, 3)
-        _say(f"{way}: {figures}")
-    return {"bound_s": round(bound_s, 3), "link_mbit": round(link_mbit, 1)} | measured
+    with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as name:
+        bench = _Bench(hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat)
+        figures["link_mbit"] = round(measure_mbit(hosts[0], hosts[1]), 1)
+        say(f"raw TCP from {rates[0][0]:g} to {rates[1][1]:g} Mbit/s: {figures['link_mbit']} Mbit/s")
+        figures |= bench.relayed([way for way in ways if way != "libtorrent"])
+        if "libtorrent" in ways:
+            figures["libtorrent"] = bench.libtorrent()
+        for way in ways:
+            if figures[way] is not None:
+                figures[way]["ratio"] = round(figures[way]["seconds"] / bound_s, 3)
+        for fault, count in faults.items():
+            if count:
+                figures[fault] = bench.disturbed(fault, count, figures["ours"]["seconds"])
+    return figures
 
 
-class _Node:
-    """The parent's end of one host's process: one JSON object a line, in both directions."""
+class _Bench:
+    """One set-up of hosts, and the ways to send ``nbytes`` from the first of them to the others."""
 
-    def __init__(self, host: Host, settings: dict[str, Any]) -> None:
-        self.host = host
-        self.peer_id = ""
-        self._process = subprocess.Popen(
-            host.command(sys.executable, "-m", "benchmarks.relay", "--node", json.dumps(settings)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int, repeat: int
+    ) -> None:
+        self._hosts = hosts
+        self._folder = folder
+        self._nbytes = nbytes
+        self._chunk_bytes = chunk_bytes
+        self._repeat = repeat
+        self._swarms = 0
 
-    def tell(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+    def relayed(self, ways: Sequence[str]) -> dict[str, Any]:
+        """``ours`` and ``star``, in turns, in one swarm."""
+        figures: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        if not ways:
+            return {}
+        with self._swarm() as nodes:
+            for turn in range(self._repeat):
+                for at, way in enumerate(ways):
+                    figures[way].append(self._send(way, 1 + turn * len(ways) + at, nodes))
+        return {way: _medians(way, each) for way, each in figures.items()}
 
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ShapingError(f"the process on {self.host.address} ended before it answered")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def libtorrent(self) -> dict[str, Any] | None:
+        if importlib.util.find_spec("libtorrent") is None:
+            say("libtorrent: left out, it is not installed (pip install -c constraints.txt -e '.[bench]')")
+            return None
+        from benchmarks.torrent import send_torrent, torrent_swarm
 
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        figures = []
+        with torrent_swarm(self._hosts, self._folder) as nodes:
+            for turn in range(self._repeat):
+                usage = _Usage(self._hosts)
+                started, done = send_torrent(f"payload-{turn}", nodes, self._nbytes)
+                figures.append({"seconds": round(max(done) - started, 3)} | usage.so_far())
+                _say_done("libtorrent", started, done)
+        return _medians("libtorrent", figures)
+
+    def disturbed(self, fault: str, count: int, undisturbed_s: float) -> dict[str, Any]:
+        """The first ``count`` peers are ``killed`` at half of ``undisturbed_s``, or are ``liars`` throughout."""
+        figures = []
+        for _ in range(self._repeat):
+            with self._swarm() as nodes:
+                faulty = nodes[1 : 1 + count]
+                if fault == "killed":
+                    pids = [pid for host in self._hosts[1 : 1 + count] for pid in processes(host)]
+                    strike = partial(_kill, pids, undisturbed_s / 2)
+                else:
+                    ask_all(faulty, {"lie": True})
+                    strike = None
+                figures.append(self._send(fault, 1, nodes, faulty, strike))
+        merged = _medians(fault, figures)
+        return merged | {"ratio_to_undisturbed": round(merged["seconds"] / undisturbed_s, 3)}
+
+    @contextmanager
+    def _swarm(self) -> Iterator[list[Node]]:
+        """One node a host, the learner first, all joined and connected."""
+        folder = self._folder / f"swarm-{self._swarms}"
+        self._swarms += 1
+        with _joined(self._hosts, folder, self._chunk_bytes) as nodes:
+            self._send("warm-up", 0, nodes, nbytes=_WARM_UP_BYTES)
+            yield nodes
+
+    def _send(
+        self,
+        way: str,
+        version: int,
+        nodes: Sequence[Node],
+        faulty: Sequence[Node] = (),
+        meanwhile: Callable[[], None] | None = None,
+        nbytes: int | None = None,
+    ) -> dict[str, Any]:
+        """Publish and fetch one version; what is measured is when the nodes that are not ``faulty`` have it."""
+        learner, *workers = nodes
+        nbytes = nbytes or self._nbytes
+        links = dict(zip(nodes, self._hosts, strict=True))
+        members = [[node.peer_id, links[node].up_mbit] for node in workers] if way != "star" else []
+        published = learner.ask({"publish": version, "members": members, "nbytes": nbytes})
+        usage = _Usage([links[node] for node in nodes if node not in faulty])
+        started = time.monotonic()
+        for node in workers:
+            node.tell({"fetch": published["record"]})
+        if meanwhile is not None:
+            meanwhile()
+        honest = [node for node in workers if node not in faulty]
+        done = [node.answer()["done"] for node in honest]
+        figures = {"seconds": round(max(done) - started, 3)} | usage.so_far()
+        _say_done(way, started, done)
+        sent = learner.ask({"sent": version})["bytes"]
+        figures["learner_bytes_ratio"] = round(sent / nbytes, 3)
+        if way == "liars":
+            for node in faulty:
+                node.answer()
+            figures |= _audited(honest, {node.peer_id for node in faulty}, published["blocks"])
+        return figures
+
+
+def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One worker, no shaping, against a plain stream of the same bytes between the same processes."""
+    nbytes = int(arguments.loopback_gib * 2**30)
+    figures = []
+    with (
+        tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as folder,
+        _joined([None, None], Path(folder), arguments.chunk_kib * 1024) as (learner, worker),
+    ):
+        for version in range(arguments.repeat + 1):
+            size = nbytes if version else _WARM_UP_BYTES
+            members = [[worker.peer_id, 1.0]]
+            record = learner.ask({"publish": version, "members": members, "nbytes": size})["record"]
+            started = time.monotonic()
+            seconds = worker.ask({"fetch": record})["done"] - started
+            bare_s = worker.ask({"bare": learner.peer_id, "nbytes": size})["seconds"]
+            figures.append({"seconds": round(seconds, 3), "bare_seconds": round(bare_s, 3)})
+    merged = _medians("loopback", figures[1:])
+    return merged | {"ratio": round(merged["seconds"] / merged["bare_seconds"], 3)}
 
 
 @contextmanager
-def _swarm(hosts: Sequence[Host], folder: Path, chunk_bytes: int) -> Iterator[list[_Node]]:
-    """One node a host, the learner first, all joined."""
-    nodes: list[_Node] = []
-    settings: dict[str, Any] = {"chunk_bytes": chunk_bytes}
-    try:
-        nodes.append(_Node(hosts[0], settings | {"folder": str(folder / "0"), "address": hosts[0].address}))
-        learner = nodes[0].answer()
-        for at, host in enumerate(hosts[1:], 1):
-            own = {"folder": str(folder / str(at)), "address": host.address, "run": learner["run"]}
-            nodes.append(_Node(host, settings | own | {"initial_peers": learner["addresses"]}))
+def _joined(hosts: Sequence[Host | None], folder: Path, chunk_bytes: int) -> Iterator[list[Node]]:
+    """One node of the package a host, the learner first, all joined. A host that is None is this machine."""
+    folder.mkdir(exist_ok=True)
+    module = "benchmarks.relay_node"
+    with ended_together() as nodes:
+        joining: dict[str, Any] = {"chunk_bytes": chunk_bytes}
+        for at, host in enumerate(hosts):
+            address = host.address if host is not None else "127.0.0.1"
+            own = {"folder": str(folder / str(at)), "address": address}
+            nodes.append(Node(module, joining | own, host))
+            if not at:
+                learner = nodes[0].answer()
+                nodes[0].peer_id = learner["peer_id"]
+                joining |= {"run": learner["run"], "initial_peers": learner["addresses"]}
         for node in nodes[1:]:
             node.peer_id = node.answer()["peer_id"]
-            _say(f"{node.host.address} has joined")
         yield nodes
-    finally:
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            list(pool.map(_Node.end, nodes))
 
 
-def _send_once(way: str, version: int, nodes: list[_Node], nbytes: int) -> dict[str, Any]:
-    learner, *workers = nodes
-    members = [[node.peer_id, node.host.up_mbit] for node in workers] if way != "star" else []
-    learner.tell({"publish": version, "members": members, "nbytes": nbytes})
-    published = learner.answer()
-    psutil.cpu_percent()
-    used_s = cpu_seconds([node.host for node in nodes])
-    started = time.monotonic()
-    for node in workers:
-        node.tell({"fetch": published["record"]})
-    fetched = [node.answer() for node in workers]
-    busy = round(psutil.cpu_percent() / 100, 2)
-    used_s = cpu_seconds([node.host for node in nodes]) - used_s
-    _say(f"{way}: peers done after {[round(each['done'] - started, 2) for each in fetched]} s")
-    learner.tell({"sent": version})
+def _kill(pids: Sequence[int], after_s: float) -> None:
+    time.sleep(after_s)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _audited(honest: Sequence[Node], liars: set[str], blocks: list[str]) -> dict[str, Any]:
+    audits = ask_all(honest, {"audit": blocks})
+    banned = {peer for audit in audits for peer in audit["banned"]}
     return {
-        "seconds": round(max(each["done"] for each in fetched) - started, 3),
-        "learner_bytes_ratio": learner.answer()["bytes"],
-        "cpu_busy": busy,
-        "cpu_s": round(used_s, 2),
+        "bad_bytes_stored": sum(audit["bad_bytes"] for audit in audits),
+        "named": len(banned & liars),
+        "wrongly_named": len(banned - liars),
     }
 
 
-async def _node(settings: dict[str, Any]) -> None:
-    """One host's process: does what its stdin says, until that ends."""
-    from echo2p2p.swarm.hivemind import HivemindNetwork
+class _Usage:
+    """Processor time from now on: of the processes on ``hosts``, and of the whole machine."""
 
-    folder = Path(settings["folder"])
-    network = await HivemindNetwork.join(
-        folder / "identity",
-        initial_peers=settings.get("initial_peers", ()),
-        host_maddrs=[f"/ip4/{settings['address']}/tcp/0"],
-        startup_timeout_s=_START_S,
-    )
-    try:
-        if "run" in settings:
-            await _work(network, folder, settings)
-        else:
-            await _learn(network, folder, settings)
-    finally:
-        await network.close()
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = hosts
+        self._used_s = cpu_seconds(hosts)
+        psutil.cpu_percent()
+
+    def so_far(self) -> dict[str, float]:
+        busy = round(psutil.cpu_percent() / 100, 2)
+        return {"cpu_s": round(cpu_seconds(self._hosts) - self._used_s, 2), "cpu_busy": busy}
 
 
-async def _learn(network: Any, folder: Path, settings: dict[str, Any]) -> None:
-    from echo2p2p.weights.manifest import Member
-    from echo2p2p.weights.publisher import WeightPublisher
-    from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
-    from echo2p2p.weights.store import DiskStore
-
-    run = f"bench@{network.peer_id}"
-    publisher = WeightPublisher(
-        network, run, DiskStore(folder / "store"), chunk_bytes=settings["chunk_bytes"]
-    )
-    await publisher.start()
-    _answer({"run": run, "addresses": network.addresses()})
-    async for message in _messages():
-        if "publish" in message:
-            members = [Member(peer, up_mbit) for peer, up_mbit in message["members"]]
-            nbytes = message["nbytes"]
-            layout = Layout((TensorSpec("weights", "uint8", (nbytes,), 0, nbytes),), {})
-            snapshot = Snapshot(layout, os.urandom(nbytes))
-            published = await publisher.publish(snapshot, message["publish"], members, {})
-            record = published.record
-            _answer({"record": [record.version, record.manifest_digest, record.manifest_bytes, nbytes]})
-        else:
-            _answer({"bytes": sum(publisher.bytes_sent[message["sent"]].values())})
+def _medians(way: str, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of every figure the median, and all the seconds if there are several."""
+    merged: dict[str, Any] = {key: round(median(each[key] for each in figures), 3) for key in figures[0]}
+    if len(figures) > 1:
+        merged["all_seconds"] = [each["seconds"] for each in figures]
+    say(f"{way}: {merged}")
+    return merged
 
 
-async def _work(network: Any, folder: Path, settings: dict[str, Any]) -> None:
-    from echo2p2p.swarm.records import ManifestRecord
-    from echo2p2p.weights.store import DiskStore
-    from echo2p2p.weights.subscriber import WeightSubscriber
-
-    subscriber = WeightSubscriber(network, settings["run"], DiskStore(folder / "store"))
-    await subscriber.start()
-    _answer({"peer_id": network.peer_id})
-    async for message in _messages():
-        started = time.monotonic()
-        fetched = await subscriber.fetch(ManifestRecord(*message["fetch"]))
-        _answer({"done": started + fetched.fetch_s})
-
-
-async def _messages() -> Any:
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        yield json.loads(line)
-
-
-def _answer(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _say_done(way: str, started: float, done: Sequence[float]) -> None:
+    say(f"{way}: peers done after {[round(each - started, 2) for each in done]} s")
 
 
 if __name__ == "__main__":
