@@ -9,6 +9,7 @@ snapshot. The last line on stdout is one JSON object: ``bound_s``, ``ours`` and 
 ``ratio`` (seconds / bound_s), and
 ``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes). ``cpu_s`` is what all hosts
 together used; near a ``cpu_busy`` of 1 it was this machine's processors that were measured, not the plan.
+``--run-dir`` leaves events behind, of which ``echo2p2p report`` draws who got what when.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +33,8 @@ from typing import Any
 import psutil
 
 from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, shaped_hosts
+from echo2p2p.swarm.clock import SystemClock
+from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.plan import fluid_bound_s
 
 _START_S = 180.0
@@ -62,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--down-mbit", type=float, help="downlink of every host; the largest uplink if not given"
     )
     parser.add_argument("--chunk-kib", type=int, default=128)
+    parser.add_argument("--run-dir", type=Path, help="write the events of both ways there")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     return parser
 
@@ -80,7 +85,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         with _swarm(hosts, Path(folder), arguments.chunk_kib * 1024) as nodes:
             _send_once("warm-up", 0, nodes, _WARM_UP_BYTES)
             measured = {
-                way: _send_once(way, version, nodes, nbytes)
+                way: _send_once(way, version, nodes, nbytes, arguments.run_dir)
                 for version, way in enumerate(("ours", "star"), 1)
             }
     for way, figures in measured.items():
@@ -147,7 +152,9 @@ def _swarm(hosts: Sequence[Host], folder: Path, chunk_bytes: int) -> Iterator[li
             list(pool.map(_Node.end, nodes))
 
 
-def _send_once(way: str, version: int, nodes: list[_Node], nbytes: int) -> dict[str, Any]:
+def _send_once(
+    way: str, version: int, nodes: list[_Node], nbytes: int, run_dir: Path | None = None
+) -> dict[str, Any]:
     learner, *workers = nodes
     members = [[node.peer_id, node.host.up_mbit] for node in workers] if way != "star" else []
     learner.tell({"publish": version, "members": members, "nbytes": nbytes})
@@ -162,9 +169,26 @@ def _send_once(way: str, version: int, nodes: list[_Node], nbytes: int) -> dict[
     used_s = cpu_seconds([node.host for node in nodes]) - used_s
     _say(f"{way}: peers done after {[round(each['done'] - started, 2) for each in fetched]} s")
     learner.tell({"sent": version})
+    by_learner = learner.answer()["bytes"]
+    seconds = [each["done"] - started for each in fetched]
+    if run_dir is not None:
+        log = EventLog(run_dir / "events.jsonl", role="learner", peer="learner", clock=SystemClock())
+        log.emit("run_started", run=f"relay of {len(workers)} peers")
+        log.emit("published", version=version, snapshot_bytes=nbytes, members=len(members))
+        sent: Counter[str] = Counter({node.peer_id: 0 for node in workers})
+        for node, each, after_s in zip(workers, fetched, seconds, strict=True):
+            log.emit(
+                "ready", worker=node.peer_id, version=version, after_s=after_s, arrivals=each["arrivals"]
+            )
+            sent.update({peer: n for peer, n in each["sources"].items() if peer in sent})
+        log.emit(
+            "broadcast", version=version, t_bcast_s=max(seconds), ready=len(workers), active=len(workers)
+        )
+        log.emit("relayed", version=version, reports=len(workers), from_learner=by_learner, sent=sent)
+        log.close()
     return {
-        "seconds": round(max(each["done"] for each in fetched) - started, 3),
-        "learner_bytes_ratio": learner.answer()["bytes"],
+        "seconds": round(max(seconds), 3),
+        "learner_bytes_ratio": by_learner,
         "cpu_busy": busy,
         "cpu_s": round(used_s, 2),
     }
@@ -226,7 +250,14 @@ async def _work(network: Any, folder: Path, settings: dict[str, Any]) -> None:
     async for message in _messages():
         started = time.monotonic()
         fetched = await subscriber.fetch(ManifestRecord(*message["fetch"]))
-        _answer({"done": started + fetched.fetch_s})
+        timeline = fetched.timeline
+        _answer(
+            {
+                "done": started + fetched.fetch_s,
+                "arrivals": timeline.points(64),
+                "sources": timeline.by_source,
+            }
+        )
 
 
 async def _messages() -> Any:

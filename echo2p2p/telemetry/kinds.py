@@ -87,6 +87,8 @@ KINDS: Mapping[str, Kind] = {
             "chunks": "number of chunks",
             "patch_bytes": "size of the patch on the version before; 0 if the version travels whole",
             "gate": "what the publication gate found, where it ran",
+            "members": "workers that relay it",
+            "prepare_s": "from the start of the publication, where T_bcast starts too, to the announcement",
         },
     ),
     "ready": Kind(
@@ -100,6 +102,20 @@ KINDS: Mapping[str, Kind] = {
             "bytes_from_peers": "chunk bytes that the worker fetched from other workers",
             "fetch_s": "from the announcement to the last chunk",
             "pause_s": "how long generation stood still for the swap",
+            "after_s": "since the start of the publication",
+            "arrivals": "list of [milliseconds since the announcement reached the worker, chunk bytes from the "
+            "learner by then, chunk bytes from other workers by then]; 8 to 64 of them",
+        },
+    ),
+    "relayed": Kind(
+        "learner",
+        "the next version goes out, or the run ends: who has sent how much of this one; again if more reports "
+        "came in; the last one counts",
+        {
+            "version": "policy version",
+            "reports": "workers that it sums up",
+            "from_learner": "chunk bytes that the learner sent, as it counted",
+            "sent": "{worker: chunk bytes that it sent to others, as these reported}",
         },
     ),
     "broadcast": Kind(
@@ -192,6 +208,8 @@ KINDS: Mapping[str, Kind] = {
             "pause_s": "as in ready",
             "bytes_from_learner": "as in ready",
             "bytes_from_peers": "as in ready",
+            "arrivals": "as in ready, always up to 64",
+            "sources": "{peer: chunk bytes that it sent}, of the 64 who sent most",
         },
     ),
     "generated": Kind(

@@ -23,6 +23,7 @@ from echo2p2p.weights.patch import apply_in_place
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.timeline import Timeline
 
 log = logging.getLogger("echo2p2p.weights")
 
@@ -72,6 +73,7 @@ class Arrival:
         base: Snapshot | None,
         standing: Standing,
         limits: FetchLimits,
+        timeline: Timeline,
     ) -> None:
         self._clock = network.clock
         self._store = store
@@ -89,6 +91,7 @@ class Arrival:
             buffer,
             standing=standing,
             limits=limits,
+            timeline=timeline,
         )
         self.bytes_from_learner = 0
         self.bytes_from_peers = 0
