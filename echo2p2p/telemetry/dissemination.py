@@ -47,7 +47,7 @@ class Dissemination:
     """How one version travelled.
 
     Attributes:
-        chosen: why it is this version that is shown, in a few words.
+        chosen: why it is this version that is shown, in a few words; empty where that goes without saying.
         announced_s: when the workers were told, since the start of the publication.
         t_bcast_s: NaN if it never ended.
         copy_bytes: what a worker needs that holds the version before: the patch, or the whole; NaN: not known.
@@ -87,10 +87,11 @@ def choose_version(versions: Mapping[int, Version], wanted: int | None = None) -
                 if numbers
                 else "nor of any other version",
             )
-        return wanted, "as asked"
+        return wanted, ""
     timed = sorted((v.t_bcast_s, v.version) for v in shown if not math.isnan(v.t_bcast_s))
     if timed:
-        return timed[(len(timed) - 1) // 2][1], f"median T_bcast of {len(timed)}"
+        which = f"median T_bcast of {len(timed)}" if len(timed) > 1 else ""
+        return timed[(len(timed) - 1) // 2][1], which
     return (max(version.version for version in shown), "newest") if shown else None
 
 

@@ -163,7 +163,7 @@ def _end_s(shown: Dissemination) -> float:
     moments += [receipt.ready_s for receipt in shown.receipts if not math.isnan(receipt.ready_s)]
     if not math.isnan(shown.t_bcast_s):
         moments.append(shown.t_bcast_s)
-    return float(max(moments)) * 1.04 or 1.0
+    return float(max(moments)) * 1.08 or 1.0
 
 
 @dataclass(frozen=True)

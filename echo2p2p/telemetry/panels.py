@@ -228,4 +228,4 @@ def panel_title(name: str, history: RunHistory) -> str:
     shown = history.dissemination
     if shown is None or name not in [title for title, _ in PANELS[-WIDE:]]:
         return name
-    return f"{name} of version {shown.version} ({shown.chosen})"
+    return f"{name} of version {shown.version}" + (f" ({shown.chosen})" if shown.chosen else "")

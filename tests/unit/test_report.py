@@ -148,7 +148,7 @@ def test_one_dissemination_is_drawn_for_few_workers_and_for_many(tmp_path, worke
     run.activate(target=1e9)
     run.publish()
     shown = dict(draw_panels(load_history(tmp_path / "events.jsonl"))[-WIDE:])
-    assert list(shown) == [f"{name} of version 3 (median T_bcast of 1)" for name in ("Arrivals", "Senders")]
+    assert list(shown) == [f"{name} of version 3" for name in ("Arrivals", "Senders")]
     # As many shapes for 200 workers as for a dozen.
     assert all(2_000 < len(svg) < 150_000 for svg in shown.values())
 
