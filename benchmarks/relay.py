@@ -17,6 +17,7 @@ raw TCP makes of one link, and then comes what was asked for:
 * ``loopback``: with ``--loopback-gib``, to one worker on this machine, unshaped, against a plain stream through
   the same two p2pd: ``seconds``, ``bare_seconds``, ``ratio``.
 
+``--run-dir`` leaves the events of ``ours`` behind, of which ``echo2p2p report`` draws who got what when.
 With ``--repeat``, ``seconds`` are medians and ``all_seconds`` every single one. ``cpu_s`` is what the processes
 of all hosts used together, faulty peers left out; near a ``cpu_busy`` of 1 it was this machine's processors that
 were measured, not the plan.
@@ -33,6 +34,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +46,8 @@ import psutil
 
 from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, processes, shaped_hosts
 from benchmarks.nodes import Node, NodeError, ask_all, ended_together, say
+from echo2p2p.swarm.clock import SystemClock
+from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.plan import fluid_bound_s
 
 _WAYS = ("ours", "star", "libtorrent")
@@ -85,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=1, help="times that each way is measured")
     parser.add_argument("--kill", type=int, default=0, help="peers that are killed on the way")
     parser.add_argument("--liars", type=int, default=0, help="peers that serve corrupted chunks")
+    parser.add_argument("--run-dir", type=Path, help="write the events of ours there")
     parser.add_argument("--loopback-gib", type=float, default=0.0, help="size of the snapshot on loopback")
     return parser
 
@@ -106,7 +111,7 @@ def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, 
     figures: dict[str, Any] = {"bound_s": round(bound_s, 3)}
     rates = [(arguments.up_mbit, down_mbit), *((up, down_mbit) for up in uplinks)]
     with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as name:
-        bench = _Bench(hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat)
+        bench = _Bench(hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat, arguments.run_dir)
         figures["link_mbit"] = round(measure_mbit(hosts[0], hosts[1]), 1)
         say(f"raw TCP from {rates[0][0]:g} to {rates[1][1]:g} Mbit/s: {figures['link_mbit']} Mbit/s")
         figures |= bench.relayed([way for way in ways if way != "libtorrent"])
@@ -125,13 +130,20 @@ class _Bench:
     """One set-up of hosts, and the ways to send ``nbytes`` from the first of them to the others."""
 
     def __init__(
-        self, hosts: Sequence[Host], folder: Path, nbytes: int, chunk_bytes: int, repeat: int
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        nbytes: int,
+        chunk_bytes: int,
+        repeat: int,
+        run_dir: Path | None,
     ) -> None:
         self._hosts = hosts
         self._folder = folder
         self._nbytes = nbytes
         self._chunk_bytes = chunk_bytes
         self._repeat = repeat
+        self._run_dir = run_dir
         self._swarms = 0
 
     def relayed(self, ways: Sequence[str]) -> dict[str, Any]:
@@ -207,16 +219,37 @@ class _Bench:
         if meanwhile is not None:
             meanwhile()
         honest = [node for node in workers if node not in faulty]
-        done = [node.answer()["done"] for node in honest]
+        fetched = {node.peer_id: node.answer() for node in honest}
+        done = [each["done"] for each in fetched.values()]
         figures = {"seconds": round(max(done) - started, 3)} | usage.so_far()
         _say_done(way, started, done)
         sent = learner.ask({"sent": version})["bytes"]
         figures["learner_bytes_ratio"] = round(sent / nbytes, 3)
+        if way == "ours" and self._run_dir is not None:
+            _write_events(self._run_dir / "events.jsonl", version, nbytes, sent, started, fetched)
         if way == "liars":
             for node in faulty:
                 node.answer()
             figures |= _audited(honest, {node.peer_id for node in faulty}, published["blocks"])
         return figures
+
+
+def _write_events(
+    path: Path, version: int, nbytes: int, by_learner: int, started: float, fetched: dict[str, dict[str, Any]]
+) -> None:
+    """What a learner would have written of this dissemination."""
+    log = EventLog(path, role="learner", peer="learner", clock=SystemClock())
+    log.emit("run_started", run=f"relay of {len(fetched)} peers")
+    log.emit("published", version=version, snapshot_bytes=nbytes, members=len(fetched))
+    sent = Counter(dict.fromkeys(fetched, 0))
+    for peer, each in fetched.items():
+        after_s = each["done"] - started
+        log.emit("ready", worker=peer, version=version, after_s=after_s, arrivals=each["arrivals"])
+        sent.update({source: n for source, n in each["sources"].items() if source in sent})
+    t_bcast_s = max(each["done"] for each in fetched.values()) - started
+    log.emit("broadcast", version=version, t_bcast_s=t_bcast_s, ready=len(fetched), active=len(fetched))
+    log.emit("relayed", version=version, reports=len(fetched), from_learner=by_learner, sent=sent)
+    log.close()
 
 
 def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:

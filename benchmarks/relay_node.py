@@ -26,6 +26,7 @@ from echo2p2p.swarm.records import ManifestRecord
 from echo2p2p.weights.holding import Holding
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
+from echo2p2p.weights.segments import Segments
 from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 from echo2p2p.weights.store import DiskStore
 from echo2p2p.weights.subscriber import WeightSubscriber
@@ -104,7 +105,14 @@ async def _work(network: HivemindNetwork, folder: Path, run: str) -> None:
                 started = time.monotonic()
                 fetched = await subscriber.fetch(ManifestRecord(*fields))
                 newest = fetched.snapshot
-                answer({"done": started + fetched.fetch_s})
+                timeline = fetched.timeline
+                answer(
+                    {
+                        "done": started + fetched.fetch_s,
+                        "arrivals": timeline.points(64),
+                        "sources": timeline.by_source,
+                    }
+                )
             case {"bare": learner, "nbytes": nbytes}:
                 answer({"seconds": await _take_bare(network, learner, nbytes)})
             case {"audit": blocks}:
@@ -159,9 +167,10 @@ def _blocks(snapshot: Snapshot) -> list[str]:
 
 
 def _misnamed_bytes(folder: Path) -> int:
-    """Bytes of the files in a chunk store that do not hash to their own name."""
-    files = [file for file in folder.glob("*/*") if file.is_file()]
-    return sum(file.stat().st_size for file in files if blake3(file.read_bytes()).hexdigest() != file.name)
+    """Bytes in a chunk store that do not hash to the digest that they are kept under."""
+    kept = Segments(folder)
+    chunks = ((digest, kept.read(digest) or b"") for digest in kept)
+    return sum(len(data) for digest, data in chunks if blake3(data).digest() != digest)
 
 
 async def _messages() -> AsyncIterator[dict[str, Any]]:

@@ -23,6 +23,12 @@ from echo2p2p.swarm.messages import PROTOCOL_VERSION
 from echo2p2p.swarm.records import Name, NonNegative, Version
 
 WORK_PROTOCOL = "work"
+MAX_ARRIVALS = 64
+"""Moments of its fetch that a worker reports."""
+MIN_ARRIVALS = 8
+SHARED_ARRIVALS = 2048
+"""As many for all members of a version together, unless :data:`MIN_ARRIVALS` for each are more."""
+MAX_SOURCES = 4096
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(max_length=512)]
@@ -65,6 +71,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     ``bytes_from_learner`` and ``bytes_from_peers`` are chunk bytes fetched for this version; ``fetch_s`` is
     from its announcement to the last chunk, ``pause_s`` how long generation stood still for the swap.
+
+    ``arrivals`` and ``sources`` are for pictures alone: milliseconds since the announcement with the bytes from
+    the learner and from peers by then; and the bytes from each member, in the order of the manifest.
     """
 
     version: Version
@@ -73,6 +82,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     bytes_from_peers: Count
     fetch_s: NonNegative
     pause_s: NonNegative
+    arrivals: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=MAX_ARRIVALS)] = []
+    sources: Annotated[list[Count], Meta(max_length=MAX_SOURCES)] = []
+
+
+def arrivals_reported(n_members: int) -> int:
+    """How many moments each of ``n_members`` reports, so that the log of a large swarm stays small."""
+    return max(MIN_ARRIVALS, min(MAX_ARRIVALS, SHARED_ARRIVALS // max(1, n_members)))
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -203,6 +203,7 @@ class Learner:
             finished = await self._train()
             await self._publication.checkpoint(await self._capture())
             self._provisioner.account()
+            self._publication.log_relayed()
             self._events.emit(
                 "run_finished",
                 finished=finished,

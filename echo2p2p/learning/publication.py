@@ -36,10 +36,19 @@ VERSIONS_FOLLOWED = 64
 
 @dataclass
 class Broadcast:
-    """How far one version has come; it is done when a fraction 1/γ of its active workers is ready."""
+    """How far one version has come; it is done when a fraction 1/γ of its active workers is ready.
+
+    ``members`` in the order of the manifest; ``sent`` counts chunk bytes by member that sent them, as the
+    receivers ``reported``; ``from_learner`` those that left the learner, as it counted; ``logged``: reports.
+    """
 
     published_at: float
     active: set[str]
+    members: list[str]
+    reported: set[str] = field(default_factory=set)
+    sent: Counter[str] = field(default_factory=Counter)
+    from_learner: int = 0
+    logged: int = 0
     ready: set[str] = field(default_factory=set)
     done: bool = False
 
@@ -89,6 +98,7 @@ class Publication:
         started = self._clock.monotonic()
         version = capture.version
         await self.checkpoint(capture)
+        self.log_relayed()
         active = self._provisioner.active
         members = [Member(s.peer, s.advert.upload_mbit, s.advert.addresses) for s in active]
         published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
@@ -98,7 +108,7 @@ class Publication:
         self._dispatcher.published = version
         # A worker's first version includes building its engine, which says nothing about T_bcast.
         following = {session.peer for session in active if session.version >= 0}
-        self._broadcasts[version] = Broadcast(started, following)
+        self._broadcasts[version] = Broadcast(started, following, [member.peer for member in members])
         self._fingerprints[version] = published.manifest.fingerprint
         for followed in (self._broadcasts, self._fingerprints):
             while len(followed) > VERSIONS_FOLLOWED:
@@ -111,6 +121,8 @@ class Publication:
             patch_bytes=patches[0].nbytes if patches else 0,
             patches=len(patches),
             chain_bytes=sum(patch.nbytes for patch in patches),
+            members=len(members),
+            prepare_s=self._clock.monotonic() - started,
         )
         for session in active:
             self.announce(session)
@@ -153,18 +165,25 @@ class Publication:
             )
             return False
         session.prove(message.version)
-        self._events.emit("ready", worker=session.peer, **msgspec.structs.asdict(message))
+        broadcast = self._broadcasts.get(message.version)
+        report = msgspec.structs.asdict(message)
+        del report["sources"]  # n of them from each of n workers: summed up in `relayed`
+        now = self._clock.monotonic()
+        after_s = now - broadcast.published_at if broadcast is not None else None
+        self._events.emit("ready", worker=session.peer, after_s=after_s, **report)
         self.chunk_bytes["learner"] += message.bytes_from_learner
         self.chunk_bytes["peers"] += message.bytes_from_peers
-        broadcast = self._broadcasts.get(message.version)
-        if broadcast is None or broadcast.done or session.peer not in broadcast.active:
+        if broadcast is None:
+            return True
+        self._count(broadcast, session.peer, message)
+        if broadcast.done or session.peer not in broadcast.active:
             return True
         broadcast.ready.add(session.peer)
         still_active = broadcast.active & {s.peer for s in self._provisioner.active}
         if len(broadcast.ready & still_active) < math.ceil(len(still_active) / self._gamma):
             return True
         broadcast.done = True
-        t_bcast_s = self._clock.monotonic() - broadcast.published_at
+        t_bcast_s = now - broadcast.published_at
         self._provisioner.t_bcast.observe(t_bcast_s)
         self._events.emit(
             "broadcast",
@@ -174,6 +193,29 @@ class Publication:
             active=len(broadcast.active),
         )
         return True
+
+    def log_relayed(self) -> None:
+        """Write down who has sent how much of each version, as far as that is news."""
+        for version, broadcast in self._broadcasts.items():
+            if len(broadcast.reported) > broadcast.logged:
+                broadcast.logged = len(broadcast.reported)
+                by_learner = sum(self._publisher.bytes_sent.get(version, {}).values())
+                broadcast.from_learner = max(broadcast.from_learner, by_learner)
+                self._events.emit(
+                    "relayed",
+                    version=version,
+                    reports=len(broadcast.reported),
+                    from_learner=broadcast.from_learner,
+                    sent=dict(broadcast.sent),
+                )
+
+    def _count(self, broadcast: Broadcast, worker: str, message: Ready) -> None:
+        """A report of a worker, which is believed: nothing but a picture depends on it."""
+        if worker in broadcast.reported or len(message.sources) != len(broadcast.members):
+            return
+        broadcast.reported.add(worker)
+        for member, nbytes in zip(broadcast.members, message.sources, strict=True):
+            broadcast.sent[member] += nbytes
 
     def _newest_record(self) -> ManifestRecord:
         if self._record is None:

@@ -20,7 +20,16 @@ import msgspec
 from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.data.work import Decline, Lease, Ready, Submit, TaskSpec, Welcome
+from echo2p2p.data.work import (
+    MAX_ARRIVALS,
+    Decline,
+    Lease,
+    Ready,
+    Submit,
+    TaskSpec,
+    Welcome,
+    arrivals_reported,
+)
 from echo2p2p.errors import (
     Echo2p2pError,
     EngineError,
@@ -44,6 +53,7 @@ from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
 log = logging.getLogger("echo2p2p.worker")
 
 FETCH_RETRY_S = 2.0
+MAX_SOURCES_LOGGED = 64
 LOOK_TIMEOUT_S = 5.0
 FAILURES_TO_LEAVE = 16
 """Prompts given back in a row, none rolled out between them, after which the worker itself is at fault."""
@@ -101,6 +111,7 @@ class Worker:
         self._prompts: deque[Prompt] = deque()
         self._batch_groups = settings.batch_groups
         self._new_head = asyncio.Event()
+        self._announced = 0.0
         self._advert_changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._not_before = 0.0
@@ -218,6 +229,7 @@ class Worker:
         self._word.take(sealed, live=True)
         if self._head is None or record.version > self._head.version or self._disowned:
             self._head = record
+            self._announced = self._clock.monotonic()
             self._new_head.set()
 
     def on_lease(self, lease: Lease) -> None:
@@ -250,7 +262,7 @@ class Worker:
             if record is None or record.version <= self.version:
                 continue
             try:
-                fetched = await self._subscriber.fetch(record)
+                fetched = await self._subscriber.fetch(record, announced=self._announced)
                 if self._engine is None:
                     self._built_for = self._session.task
                     self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
@@ -283,7 +295,10 @@ class Worker:
             bytes_from_learner=fetched.bytes_from_learner,
             bytes_from_peers=fetched.bytes_from_peers,
             patches=fetched.patches,
+            arrivals=fetched.timeline.points(MAX_ARRIVALS),
+            sources=dict(fetched.timeline.by_source.most_common(MAX_SOURCES_LOGGED)),
         )
+        members = [member.peer for member in fetched.manifest.members]
         self._session.tell(
             Ready(
                 version,
@@ -292,6 +307,8 @@ class Worker:
                 fetched.bytes_from_peers,
                 fetched.fetch_s,
                 pause_s,
+                fetched.timeline.points(arrivals_reported(len(members))),
+                fetched.timeline.sent_by(members),
             )
         )
 

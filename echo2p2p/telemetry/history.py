@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echo2p2p.telemetry.dissemination import Dissemination, choose_version, read_dissemination
 from echo2p2p.telemetry.events import read_events
 from echo2p2p.telemetry.state import STEP_COLUMNS, Decision, RunState, Version, Worker, by_rho
 from echo2p2p.telemetry.values import number
@@ -39,6 +40,7 @@ class RunHistory:
         decision: the last activation that left anybody active, or the first.
         notable: (seconds since the run began, what happened); the text is fit to be shown.
         skipped_steps: how many of the steps applied no update.
+        dissemination: one version in detail; None if no log has one, or none was read.
     """
 
     started: Mapping[str, Any]
@@ -60,6 +62,7 @@ class RunHistory:
     decision: Decision | None
     notable: tuple[tuple[float, str], ...]
     skipped_steps: int
+    dissemination: Dissemination | None = None
 
     @property
     def run(self) -> str:
@@ -126,14 +129,19 @@ def freeze(state: RunState) -> RunHistory:
     )
 
 
-def load_history(learner: Path, workers: Iterable[Path] = ()) -> RunHistory:
+def load_history(learner: Path, workers: Iterable[Path] = (), *, version: int | None = None) -> RunHistory:
     """Read a run's logs: the learner's, and those of workers where they are at hand.
 
+    Args:
+        version: the policy version to show in detail; by default that of median T_bcast.
+
     Raises:
-        SettingsError: one of them cannot be read.
+        SettingsError: one of them cannot be read, or there is nothing to show of ``version``.
     """
     state = RunState()
     for path in (learner, *workers):
         for event in read_events(path):
             state.add(event)
-    return freeze(state)
+    chosen = choose_version(state.versions, version)
+    dissemination = None if chosen is None else read_dissemination(learner, *chosen)
+    return replace(freeze(state), dissemination=dissemination)

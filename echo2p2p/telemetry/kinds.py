@@ -89,6 +89,8 @@ KINDS: Mapping[str, Kind] = {
             "patches": "patches that it lists: workers behind by no more versions need not fetch the whole",
             "chain_bytes": "size of all these patches together",
             "gate": "what the publication gate found, where it ran",
+            "members": "workers that relay it",
+            "prepare_s": "from the start of the publication, where T_bcast starts too, to the announcement",
         },
     ),
     "ready": Kind(
@@ -102,6 +104,20 @@ KINDS: Mapping[str, Kind] = {
             "bytes_from_peers": "chunk bytes that the worker fetched from other workers",
             "fetch_s": "from the announcement to the last chunk",
             "pause_s": "how long generation stood still for the swap",
+            "after_s": "since the start of the publication",
+            "arrivals": "list of [milliseconds since the announcement reached the worker, chunk bytes from the "
+            "learner by then, chunk bytes from other workers by then]; 8 to 64 of them",
+        },
+    ),
+    "relayed": Kind(
+        "learner",
+        "the next version goes out, or the run ends: who has sent how much of this one; again if more reports "
+        "came in; the last one counts",
+        {
+            "version": "policy version",
+            "reports": "workers that it sums up",
+            "from_learner": "chunk bytes that the learner sent, as it counted",
+            "sent": "{worker: chunk bytes that it sent to others, as these reported}",
         },
     ),
     "broadcast": Kind(
@@ -195,6 +211,8 @@ KINDS: Mapping[str, Kind] = {
             "bytes_from_learner": "as in ready",
             "bytes_from_peers": "as in ready",
             "patches": "patches that it was made with; 0 if it came whole",
+            "arrivals": "as in ready, always up to 64",
+            "sources": "{peer: chunk bytes that it sent}, of the 64 who sent most",
         },
     ),
     "generated": Kind(

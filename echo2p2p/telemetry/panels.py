@@ -11,98 +11,68 @@ from typing import Any
 
 import numpy as np
 
+from echo2p2p.telemetry import dissemination_panels
+from echo2p2p.telemetry.drawing import (
+    AMBER,
+    BLUE,
+    GREY,
+    GRID,
+    INK,
+    MUTED,
+    RED,
+    TEAL,
+    byte_unit,
+    draw_empty,
+    draw_legend,
+    draw_line,
+    draw_stack,
+    integer_x,
+    label_axes,
+    new_axes,
+)
 from echo2p2p.telemetry.history import RunHistory
 from echo2p2p.telemetry.text import PEER_TAIL, ascii_only, human_number, human_usd
 
-INK = "#1f2a36"
-MUTED = "#66727f"
-GRID = "#e3e7eb"
-PAPER = "#fefefe"
-BLUE = "#2b66c4"
-TEAL = "#139483"
-AMBER = "#dd8f14"
-RED = "#c93a40"
-GREY = "#a9b3bd"
-PALETTE = {
-    "ink": INK,
-    "muted": MUTED,
-    "grid": GRID,
-    "paper": PAPER,
-    "blue": BLUE,
-    "teal": TEAL,
-    "amber": AMBER,
-    "red": RED,
-    "grey": GREY,
-}
-"""Blue is the learner, teal the workers, amber waiting, red a limit, grey what was not used."""
-
-STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.edgecolor": MUTED,
-    "axes.facecolor": PAPER,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.facecolor": PAPER,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-}
-"""rcParams under which the panels are drawn."""
-
 MAX_WORKER_BARS = 12
-_MAX_BARS = 80
 
 
 def reward(figure: Any, history: RunHistory) -> None:
     """Is it learning? Mean reward a step with its spread, and the held-out evaluations."""
-    axes = _axes(figure, "step", "reward")
+    axes = new_axes(figure, "step", "reward")
     mean, std = history.columns["reward_mean"], history.columns["reward_std"]
     if len(history.steps):
         axes.fill_between(history.steps, mean - std, mean + std, color=BLUE, alpha=0.13, linewidth=0)
-        _line(axes, history.steps, mean, BLUE, "training, mean ± std")
+        draw_line(axes, history.steps, mean, BLUE, "training, mean ± std")
     if history.evals:
         steps, values, _ = zip(*history.evals, strict=True)
         axes.plot(steps, values, color=AMBER, linewidth=0.9, linestyle=":", zorder=3)
         axes.plot(steps, values, "D", color=AMBER, markersize=5.5, label="held-out", zorder=4)
     if not len(history.steps) and not history.evals:
-        return _empty(axes, "no steps yet")
-    return _legend(axes)
+        return draw_empty(axes, "no steps yet")
+    return draw_legend(axes)
 
 
 def mismatch(figure: Any, history: RunHistory) -> None:
     """Does off-policy data hurt? How far the samplers' policy was from the learner's."""
     upper, lower = figure.subplots(2, 1, sharex=True)
-    _label(upper, "", "KL [nats/token]")
-    _label(lower, "step", "gradient norm")
+    label_axes(upper, "", "KL [nats/token]")
+    label_axes(lower, "step", "gradient norm")
     if not len(history.steps):
-        _empty(lower, "")
-        return _empty(upper, "no steps yet")
-    _line(upper, history.steps, history.columns["mismatch_kl"], BLUE, "KL(sampler, learner)")
-    _line(lower, history.steps, history.columns["grad_norm"], MUTED, "before clipping")
-    _integer_x(lower)
-    _legend(upper)
-    return _legend(lower)
+        draw_empty(lower, "")
+        return draw_empty(upper, "no steps yet")
+    draw_line(upper, history.steps, history.columns["mismatch_kl"], BLUE, "KL(sampler, learner)")
+    draw_line(lower, history.steps, history.columns["grad_norm"], MUTED, "before clipping")
+    integer_x(lower)
+    draw_legend(upper)
+    return draw_legend(lower)
 
 
 def staleness(figure: Any, history: RunHistory) -> None:
     """Does the window hold? Share of trained tokens by staleness, against S."""
-    axes = _axes(figure, "staleness [versions]", "trained tokens [%]")
+    axes = new_axes(figure, "staleness [versions]", "trained tokens [%]")
     total = sum(history.staleness_tokens.values())
     if not total:
-        return _empty(axes, "no tokens trained yet")
+        return draw_empty(axes, "no tokens trained yet")
     window = history.window
     ages = np.array(list(history.staleness_tokens))
     share = np.array(list(history.staleness_tokens.values())) / total * 100
@@ -124,21 +94,21 @@ def staleness(figure: Any, history: RunHistory) -> None:
                 fontsize=7.5,
                 color=MUTED,
             )
-    return _legend(axes)
+    return draw_legend(axes)
 
 
 def time(figure: Any, history: RunHistory) -> None:
     """Does the learner wait? Training and waiting per step, and the running bubble ratio."""
     upper, lower = figure.subplots(2, 1, sharex=True)
-    _label(upper, "", "bubble ratio [%]")
-    _label(lower, "step", "seconds")
+    label_axes(upper, "", "bubble ratio [%]")
+    label_axes(lower, "step", "seconds")
     if not len(history.steps):
-        _empty(lower, "")
-        return _empty(upper, "no steps yet")
+        draw_empty(lower, "")
+        return draw_empty(upper, "no steps yet")
     bubble = history.columns["bubble_ratio"] * 100
-    _line(upper, history.steps, bubble, AMBER, "T_idle / (T_idle + T_train)")
+    draw_line(upper, history.steps, bubble, AMBER, "T_idle / (T_idle + T_train)")
     upper.set_ylim(0, max(5.0, float(np.nanmax(np.append(bubble, 0))) * 1.15))
-    _stack(
+    draw_stack(
         lower,
         history.steps,
         [
@@ -146,73 +116,73 @@ def time(figure: Any, history: RunHistory) -> None:
             (history.columns["t_idle_s"], AMBER, "T_idle"),
         ],
     )
-    _legend(upper)
-    return _legend(lower)
+    draw_legend(upper)
+    return draw_legend(lower)
 
 
 def dissemination(figure: Any, history: RunHistory) -> None:
     """How do weights travel? Chunk bytes of each version by who gave them, and T_bcast."""
     upper, lower = figure.subplots(2, 1, sharex=True)
-    _label(upper, "", "T_bcast [s]")
+    label_axes(upper, "", "T_bcast [s]")
     if not history.versions:
-        _label(lower, "policy version", "bytes")
-        _empty(lower, "")
-        return _empty(upper, "nothing published yet")
+        label_axes(lower, "policy version", "bytes")
+        draw_empty(lower, "")
+        return draw_empty(upper, "nothing published yet")
     numbers = np.array([version.version for version in history.versions])
-    _line(upper, numbers, np.array([version.t_bcast_s for version in history.versions]), BLUE, "T_bcast")
+    draw_line(upper, numbers, np.array([version.t_bcast_s for version in history.versions]), BLUE, "T_bcast")
     upper.set_ylim(bottom=0)
     learner = np.array([version.bytes_from_learner for version in history.versions])
     peers = np.array([version.bytes_from_peers for version in history.versions])
-    scale, unit = _byte_unit(float((learner + peers).max()))
-    _label(lower, "policy version", f"installed [{unit}]")
-    _stack(
+    scale, unit = byte_unit(float((learner + peers).max()))
+    label_axes(lower, "policy version", f"installed [{unit}]")
+    draw_stack(
         lower,
         numbers,
         [(learner / scale, BLUE, "from the learner"), (peers / scale, TEAL, "from other workers")],
     )
-    return _legend(lower)
+    return draw_legend(lower)
 
 
 def throughput(figure: Any, history: RunHistory) -> None:
     """Are there enough workers? Σμ of the active ones against the target, and how many they are."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _label(upper, "", "rollouts/s")
-    _label(lower, "step", "active workers")
+    label_axes(upper, "", "rollouts/s")
+    label_axes(lower, "step", "active workers")
     if not len(history.steps):
-        _empty(lower, "")
-        return _empty(upper, "no steps yet")
-    _line(upper, history.steps, history.columns["mu_pool"], TEAL, "μ_pool")
+        draw_empty(lower, "")
+        return draw_empty(upper, "no steps yet")
+    draw_line(upper, history.steps, history.columns["mu_pool"], TEAL, "μ_pool")
     upper.plot(history.steps, history.columns["mu_target"], color=INK, linestyle="--", label="μ_target")
     upper.set_ylim(bottom=0)
     lower.step(history.steps, history.columns["active"], where="mid", color=TEAL)
     lower.set_ylim(bottom=0)
     lower.yaxis.get_major_locator().set_params(integer=True)
-    _integer_x(lower)
-    return _legend(upper)
+    integer_x(lower)
+    return draw_legend(upper)
 
 
 def cost(figure: Any, history: RunHistory) -> None:
     """What did it cost? Cumulative $ at advertised prices, against keeping every worker on."""
-    axes = _axes(figure, "step", "$ since the start")
+    axes = new_axes(figure, "step", "$ since the start")
     known = ~np.isnan(history.spend_usd)
     if not known.any():
-        return _empty(axes, "nothing spent yet")
-    _line(axes, history.steps, history.all_on_usd, GREY, "every worker on")
-    _line(axes, history.steps, history.spend_usd, TEAL, "chosen workers")
+        return draw_empty(axes, "nothing spent yet")
+    draw_line(axes, history.steps, history.all_on_usd, GREY, "every worker on")
+    draw_line(axes, history.steps, history.spend_usd, TEAL, "chosen workers")
     axes.fill_between(
         history.steps, history.spend_usd, history.all_on_usd, color=GREY, alpha=0.2, linewidth=0
     )
     axes.set_ylim(bottom=0)
-    return _legend(axes)
+    return draw_legend(axes)
 
 
 def workers(figure: Any, history: RunHistory) -> None:
     """Who was chosen? Price per throughput of each known worker, in the order they are activated."""
-    axes = _axes(figure, "ρ [$ per 1,000 rollouts]", "")
+    axes = new_axes(figure, "ρ [$ per 1,000 rollouts]", "")
     axes.grid(visible=False, axis="y")
     shown = history.workers[:MAX_WORKER_BARS]
     if not shown:
-        return _empty(axes, "no worker has joined yet")
+        return draw_empty(axes, "no worker has joined yet")
     rho = np.nan_to_num(np.array([worker.rho for worker in shown]) * 1000)
     reach = float(rho.max()) or 1.0
     colours = {"active": TEAL, "standby": GREY}
@@ -234,7 +204,7 @@ def workers(figure: Any, history: RunHistory) -> None:
         axes.bar(0, 0, color=colour, label=state)
     if more := len(history.workers) - len(shown):
         axes.bar(0, 0, color="none", label=f"({more} more)")
-    return _legend(axes)
+    return draw_legend(axes)
 
 
 PANELS: Sequence[tuple[str, Callable[[Any, RunHistory], None]]] = (
@@ -246,68 +216,16 @@ PANELS: Sequence[tuple[str, Callable[[Any, RunHistory], None]]] = (
     ("Throughput against target", throughput),
     ("Cost", cost),
     ("Workers by unit throughput cost", workers),
+    ("Arrivals", dissemination_panels.arrivals),
+    ("Senders", dissemination_panels.sources),
 )
-"""Title and drawing function of each panel, in reading order."""
+"""Title and drawing function of each panel, in reading order; the last :data:`WIDE` are of one dissemination."""
+WIDE = 2
 
 
-def _axes(figure: Any, xlabel: str, ylabel: str) -> Any:
-    axes = figure.subplots()
-    _label(axes, xlabel, ylabel)
-    if xlabel == "step":
-        _integer_x(axes)
-    return axes
-
-
-def _label(axes: Any, xlabel: str, ylabel: str) -> None:
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-
-
-def _integer_x(axes: Any) -> None:
-    axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _line(axes: Any, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> None:
-    """A line, with markers while there are few points, so that a single one shows."""
-    axes.plot(x, y, color=colour, label=label, marker="o" if len(x) <= 12 else "", markersize=3.5)
-
-
-def _stack(axes: Any, x: np.ndarray, layers: Sequence[tuple[np.ndarray, str, str]]) -> None:
-    """Stacked bars, or stacked areas where there are too many for bars."""
-    base = np.zeros(len(x))
-    width = 0.8 * float(np.diff(x).min()) if len(x) > 1 else 0.8
-    for values, colour, label in layers:
-        top = base + np.nan_to_num(values)
-        if len(x) <= _MAX_BARS:
-            axes.bar(x, top - base, bottom=base, width=width, color=colour, label=label)
-        else:
-            axes.fill_between(x, base, top, step="mid", color=colour, label=label, linewidth=0)
-        base = top
-    _integer_x(axes)
-
-
-def _legend(axes: Any) -> None:
-    """The legend above the axes, where it covers nothing."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 0.99),
-        ncols=4,
-        handlelength=1.3,
-        columnspacing=1.2,
-        borderpad=0.2,
-    )
-
-
-def _empty(axes: Any, text: str) -> None:
-    axes.grid(visible=False)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_color(GRID)
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=10, transform=axes.transAxes)
-
-
-def _byte_unit(largest: float) -> tuple[float, str]:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if largest >= 1024**power:
-            return float(1024**power), unit
-    return 1.0, "B"
+def panel_title(name: str, history: RunHistory) -> str:
+    """``name``, with the version that a panel of one dissemination is about."""
+    shown = history.dissemination
+    if shown is None or name not in [title for title, _ in PANELS[-WIDE:]]:
+        return name
+    return f"{name} of version {shown.version}" + (f" ({shown.chosen})" if shown.chosen else "")

@@ -28,18 +28,21 @@ class Report:
     html: Path
 
 
-def write_report(run_dir: Path) -> Report:
+def write_report(run_dir: Path, *, version: int | None = None) -> Report:
     """Draw ``report.png`` and write ``report.html`` into ``run_dir``, also while the run is going on.
 
     Reads the learner's log, ``run_dir/events.jsonl``, and the logs of workers whose run folders lie within
     ``run_dir``, at most two levels deep. Takes a few seconds of one core; imports matplotlib.
 
+    Args:
+        version: the policy version whose dissemination is shown; by default that of median T_bcast.
+
     Raises:
-        SettingsError: there is no readable event log in ``run_dir``.
+        SettingsError: there is no readable event log in ``run_dir``, or it says nothing of how ``version`` came.
         OutOfDisk: the files cannot be written.
     """
     below = sorted({*run_dir.glob(f"*/{EVENTS_FILE}"), *run_dir.glob(f"*/*/{EVENTS_FILE}")})
-    history = load_history(run_dir / EVENTS_FILE, below[:MAX_WORKER_LOGS])
+    history = load_history(run_dir / EVENTS_FILE, below[:MAX_WORKER_LOGS], version=version)
     report = Report(png=run_dir / "report.png", html=run_dir / "report.html")
     try:
         _replace(report.png, draw_figure(history))
@@ -55,22 +58,28 @@ def draw_figure(history: RunHistory) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from echo2p2p.telemetry.panels import INK, MUTED, PANELS, STYLE
+    from echo2p2p.telemetry.drawing import INK, MUTED, STYLE
+    from echo2p2p.telemetry.panels import PANELS, WIDE, panel_title
 
     columns = 4
-    rows = -(-len(PANELS) // columns)
+    rows = -(-(len(PANELS) - WIDE) // columns)
     with mpl.rc_context(STYLE):
-        figure: Any = Figure(figsize=(5.2 * columns, 4.0 * rows + 1.0), dpi=110, layout="constrained")
+        figure: Any = Figure(figsize=(5.2 * columns, 4.0 * (rows + 1) + 1.0), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
-        top, body = figure.subfigures(2, 1, height_ratios=[1.0, 4.0 * rows])
-        cells = body.subfigures(rows, columns, wspace=0.04, hspace=0.05).flat
+        top, body, last = figure.subfigures(3, 1, height_ratios=[1.0, 4.0 * rows, 4.0])
+        cells = [
+            *body.subfigures(rows, columns, wspace=0.04, hspace=0.05).flat[: len(PANELS) - WIDE],
+            *last.subfigures(1, WIDE, wspace=0.02, width_ratios=[3, 2]),
+        ]
         title = ascii_only(history.run, 130) or "unnamed run"
         top.text(0.008, 0.62, title, fontsize=15, fontweight="bold", va="center")
         figures = (f"{each.label}: {each.value}" for each in headline(history) if each.value != "–")
         line = "   ·   ".join((status(history), *figures))
         top.text(0.008, 0.2, line, fontsize=10, color=MUTED, va="center")
-        for (name, draw), cell in zip(PANELS, cells, strict=False):
-            cell.suptitle(name, x=0.03, ha="left", fontsize=11, fontweight="bold", color=INK)
+        for (name, draw), cell in zip(PANELS, cells, strict=True):
+            cell.suptitle(
+                panel_title(name, history), x=0.03, ha="left", fontsize=11, fontweight="bold", color=INK
+            )
             draw(cell, history)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
@@ -83,7 +92,8 @@ def draw_panels(history: RunHistory) -> list[tuple[str, str]]:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from echo2p2p.telemetry.panels import PANELS, STYLE
+    from echo2p2p.telemetry.drawing import STYLE
+    from echo2p2p.telemetry.panels import PANELS, panel_title
 
     drawn = []
     with mpl.rc_context({**STYLE, "svg.fonttype": "path", "svg.hashsalt": "echo2p2p"}):
@@ -93,13 +103,14 @@ def draw_panels(history: RunHistory) -> list[tuple[str, str]]:
             draw(figure, history)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-            drawn.append((name, _inline(buffer.getvalue(), name, f"p{index}-")))
+            title = panel_title(name, history)
+            drawn.append((title, _inline(buffer.getvalue(), title, f"p{index}-")))
     return drawn
 
 
 def _inline(svg: str, name: str, prefix: str) -> str:
     """An SVG file as part of a page: no prologue, ids of its own, colours of the page, scaled to its box."""
-    from echo2p2p.telemetry.panels import PALETTE
+    from echo2p2p.telemetry.drawing import PALETTE
 
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -88,6 +88,8 @@ class Version:
     bytes_from_learner: float = 0.0
     bytes_from_peers: float = 0.0
     installs: int = 0
+    reports: int = 0
+    """Workers that said when their bytes came."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ class RunState:
             total.installs += 1
             total.bytes_from_learner += amount(event.get("bytes_from_learner"))
             total.bytes_from_peers += amount(event.get("bytes_from_peers"))
+        version.reports += bool(_list(event.get("arrivals")))
 
     def _on_step(self, event: Event) -> None:
         step = whole(event.get("step"))

@@ -25,6 +25,7 @@ from echo2p2p.weights.rebuild import read_snapshot
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.timeline import Timeline
 
 log = logging.getLogger("echo2p2p.weights")
 
@@ -57,6 +58,7 @@ class Arrival:
         held: Snapshot | None,
         standing: Standing,
         limits: FetchLimits,
+        timeline: Timeline,
     ) -> None:
         self._clock = network.clock
         self._store = store
@@ -75,6 +77,7 @@ class Arrival:
             buffer,
             standing=standing,
             limits=limits,
+            timeline=timeline,
         )
         self.patches = 0
         self.bytes_from_learner = 0

@@ -30,6 +30,7 @@ from echo2p2p.weights.plan import relay_plan
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.timeline import Timeline
 
 _STORE_BATCH = 32
 _NAMED = 5
@@ -41,6 +42,7 @@ class Fetch:
 
     Args:
         wanted: the chunks to fetch; the others are left alone.
+        timeline: is told of every arrival.
 
     Attributes:
         bytes_from_learner, bytes_from_peers: chunk bytes that came over the network.
@@ -57,6 +59,7 @@ class Fetch:
         wanted: range,
         standing: Standing,
         limits: FetchLimits,
+        timeline: Timeline,
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -72,6 +75,7 @@ class Fetch:
         self._mean_chunk_bytes = max(1.0, nbytes / max(1, len(wanted)))
         self._standing = standing
         self._limits = limits
+        self._timeline = timeline
         self._lanes: dict[PeerId, Lane] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         # Only indices, each once: the bytes wait in the buffer. None ends it.
@@ -178,6 +182,7 @@ class Fetch:
         self._open_lanes()
 
     def _deliver(self, source: PeerId, index: int, data: bytes) -> bool:
+        self._timeline.add(source, len(data))
         if source == self._learner:
             self.bytes_from_learner += len(data)
         else:

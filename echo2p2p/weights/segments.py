@@ -74,8 +74,8 @@ class Segments:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._places
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(list(self._places))
 
     def add(self, digest: bytes, data: bytes | bytearray | memoryview) -> None:
         """Append one record. If that fails, nothing of it stays."""

@@ -26,6 +26,7 @@ from echo2p2p.weights.rebuild import is_whole
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.timeline import Timeline
 
 _ROUNDS = 2
 """Times that everybody is asked for a manifest."""
@@ -35,8 +36,8 @@ _ROUNDS = 2
 class Fetched:
     """One version, whole and verified.
 
-    ``bytes_from_*`` count chunk bytes over the network; ``fetch_s`` runs from the call to the verified whole.
-    ``patches``: how many it was made with; 0 if it came whole.
+    ``bytes_from_*`` count chunk bytes over the network, ``timeline`` says when they came and from whom;
+    ``fetch_s`` runs from the call to the verified whole. ``patches``: how many it was made with; 0 if it came whole.
     """
 
     manifest: Manifest
@@ -46,6 +47,7 @@ class Fetched:
     bytes_from_peers: int
     fetch_s: float
     patches: int
+    timeline: Timeline
 
 
 class WeightSubscriber:
@@ -114,7 +116,9 @@ class WeightSubscriber:
         """Chunk bytes relayed, by version and peer, of the versions that are still served."""
         return {version: dict(peers) for version, peers in self._server.bytes_sent.items()}
 
-    async def fetch(self, record: ManifestRecord, *, peers: Iterable[PeerId] = ()) -> Fetched:
+    async def fetch(
+        self, record: ManifestRecord, *, peers: Iterable[PeerId] = (), announced: float | None = None
+    ) -> Fetched:
         """Bring the version that ``record`` announces here, and serve it to others meanwhile and afterwards.
 
         To follow a newer version instead, cancel the call; its chunks stay in the store for another try.
@@ -122,6 +126,7 @@ class WeightSubscriber:
         Args:
             record: the learner's, checked (:func:`echo2p2p.swarm.records.check`).
             peers: who else may have the manifest if the learner is not to be reached.
+            announced: when the version was announced here (monotonic seconds), if that was not just now.
 
         Raises:
             ManifestError: the manifest is not one to believe.
@@ -130,6 +135,7 @@ class WeightSubscriber:
             OutOfDisk, ResourceError: the store has no room, or fails.
         """
         started = self._clock.monotonic()
+        timeline = Timeline(self._clock, self._learner, started if announced is None else announced)
         self._standing.forgive()
         body = await self._manifest_body(record, peers)
         manifest = self._verifier.accept(body, record.manifest_digest)
@@ -155,6 +161,7 @@ class WeightSubscriber:
             self._held(way),
             self._standing,
             self._fetch_limits,
+            timeline,
         )
         try:
             snapshot = await arrival.run()
@@ -176,6 +183,7 @@ class WeightSubscriber:
             arrival.bytes_from_peers,
             fetch_s,
             arrival.patches,
+            timeline,
         )
         self._stored[manifest.version] = manifest
         for old in sorted(self._stored)[: -self._keep_versions]:

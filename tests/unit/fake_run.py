@@ -29,6 +29,13 @@ def peer_id(index: int) -> str:
     return "12D3KooW" + "".join(digest) + "Qz9x"
 
 
+def fake_arrivals(rng: np.random.Generator, t: float, from_learner: float, from_peers: float) -> list:
+    """What a worker would report of a fetch that took ``t`` seconds."""
+    times = np.sort(rng.uniform(0.05, t, 24)) * 1000
+    grown = [np.cumsum(rng.dirichlet(np.ones(24))) * nbytes for nbytes in (from_learner, from_peers)]
+    return [[int(value) for value in row] for row in zip(times, *grown, strict=True)]
+
+
 class FakeRun:
     """Emits what a learner would, with ``workers`` workers, to the log at ``path`` (None: nowhere)."""
 
@@ -114,11 +121,23 @@ class FakeRun:
     def publish(self) -> None:
         self.version += 3
         size = 6.5e6 * self.rng.uniform(0.8, 1.3)
-        self.log.emit("published", version=self.version, snapshot_bytes=540_000_000, chunks=7)
         active = self.active()
+        self.log.emit(
+            "published",
+            version=self.version,
+            snapshot_bytes=540_000_000,
+            patch_bytes=int(size),
+            chunks=7,
+            members=len(active),
+            prepare_s=0.4,
+        )
+        sent = dict.fromkeys([worker["worker"] for worker in active], 0)
         for worker in active:
             share = size / len(active)
             t = self.rng.uniform(1.0, 3.0)
+            for other in active:
+                if other is not worker:
+                    sent[other["worker"]] += int(share)
             self.log.emit(
                 "ready",
                 worker=worker["worker"],
@@ -127,6 +146,8 @@ class FakeRun:
                 bytes_from_peers=int(size - share),
                 fetch_s=t,
                 pause_s=0.2,
+                after_s=0.4 + t + 0.2 + self.rng.exponential(0.2),
+                arrivals=fake_arrivals(self.rng, t, share, size - share),
             )
         self.clock.now += 1.5
         self.log.emit(
@@ -136,6 +157,7 @@ class FakeRun:
             ready=max(len(active) - 1, 0),
             active=len(active),
         )
+        self.log.emit("relayed", version=self.version, reports=len(active), from_learner=int(size), sent=sent)
 
     def step(self, step: int) -> None:
         train, idle = self.rng.uniform(8, 9), max(0.0, self.rng.normal(9 / (step + 1), 0.3))

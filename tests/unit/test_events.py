@@ -233,6 +233,7 @@ def test_the_table_of_kinds():
         "published",
         "ready",
         "refused",
+        "relayed",
         "run_finished",
         "run_started",
         "session",

@@ -8,9 +8,10 @@ from fake_run import FakeRun
 from PIL import Image
 
 from echo2p2p.errors import OutOfDisk, SettingsError
+from echo2p2p.telemetry.drawing import PALETTE
 from echo2p2p.telemetry.history import load_history
 from echo2p2p.telemetry.page import render_page
-from echo2p2p.telemetry.panels import PALETTE, PANELS
+from echo2p2p.telemetry.panels import PANELS, WIDE
 from echo2p2p.telemetry.report import draw_figure, draw_panels, write_report
 
 HOSTILE = [
@@ -76,10 +77,18 @@ def report(tmp_path_factory):
 def test_a_report_of_a_run(report):
     folder = report.png.parent
     assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "report.html", "report.png"]
-    assert Image.open(io.BytesIO(report.png.read_bytes())).size == (2288, 990)
+    assert Image.open(io.BytesIO(report.png.read_bytes())).size == (2288, 1430)
     page = Page(report.html.read_text())
     assert page.tags.count("svg") == len(PANELS)
-    for piece in ("sums@", "finished", "window S = 4", "RTX 4090", "outside the window", "run finished"):
+    for piece in (
+        "sums@",
+        "finished",
+        "window S = 4",
+        "RTX 4090",
+        "outside the window",
+        "run finished",
+        "Arrivals of version",
+    ):
         assert piece in page.text
 
 
@@ -130,6 +139,18 @@ def test_a_run_that_has_hardly_begun(tmp_path, steps):
     html = render_page(history, draw_panels(history))
     assert "under way" in html
     assert ("no steps yet" in html) == (steps == 0)
+
+
+@pytest.mark.parametrize("workers", [1, 200])
+def test_one_dissemination_is_drawn_for_few_workers_and_for_many(tmp_path, workers):
+    run = FakeRun(tmp_path / "events.jsonl", workers=workers)
+    run.start()
+    run.activate(target=1e9)
+    run.publish()
+    shown = dict(draw_panels(load_history(tmp_path / "events.jsonl"))[-WIDE:])
+    assert list(shown) == [f"{name} of version 3" for name in ("Arrivals", "Senders")]
+    # As many shapes for 200 workers as for a dozen.
+    assert all(2_000 < len(svg) < 150_000 for svg in shown.values())
 
 
 def test_an_empty_log_makes_an_honest_page(tmp_path):
