@@ -33,6 +33,9 @@ from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.timeline import Timeline
 
 _STORE_BATCH = 32
+import os
+_STREAMS = int(os.environ.get("ECHO_S", "8"))
+_MAX_STREAMS_PER_SOURCE = int(os.environ.get("ECHO_M", "4"))
 _NAMED = 5
 """Chunks and sources that an error names before it only counts."""
 
@@ -102,6 +105,8 @@ class Fetch:
         try:
             async with asyncio.TaskGroup() as self._group:
                 storing = self._group.create_task(self._write_to_store())
+                sources = max(1, len(self._schedule.busy_sources()))
+                self._streams = max(1, min(_MAX_STREAMS_PER_SOURCE, _STREAMS // sources))
                 self._open_lanes()
                 await self._watch()
                 for task in self._tasks.values():
@@ -145,7 +150,7 @@ class Fetch:
         """See to it that every source with work has a lane that knows of it."""
         for source in self._schedule.busy_sources():
             if source in self._lanes:
-                self._lanes[source].wake.set()
+                self._lanes[source].wake()
             elif source not in self._tasks or self._tasks[source].done():
                 self._tasks[source] = self._group.create_task(self._keep_lane(source))
 
@@ -162,6 +167,7 @@ class Fetch:
                 self._version,
                 self._schedule,
                 self._limits,
+                streams=self._streams,
                 deliver=self._deliver,
                 rerouted=self._open_lanes,
             )

@@ -74,14 +74,14 @@ DEFAULT_FETCH_LIMITS = FetchLimits()
 
 
 class Lane:
-    """One stream to one source, over which a :class:`Schedule` asks for chunks of one version.
+    """All that one source is asked for, over a few streams that share it: one alone is held up by long round trips.
 
     Args:
+        streams: how many.
         deliver: called with source, index and verified bytes of every chunk; says whether it was needed.
         rerouted: called when chunks have been turned over to other sources.
 
     Attributes:
-        wake: set it when the schedule has new work for this source.
         nbytes: chunk bytes received since ``started_s``; ``last_chunk_s`` is when the last needed one came.
     """
 
@@ -94,11 +94,11 @@ class Lane:
         schedule: Schedule,
         limits: FetchLimits,
         *,
+        streams: int,
         deliver: Callable[[PeerId, int, bytes], bool],
         rerouted: Callable[[], None],
     ) -> None:
         self.source = source
-        self.wake = asyncio.Event()
         self.nbytes = 0
         self.started_s = self.last_chunk_s = network.clock.monotonic()
         self._network = network
@@ -108,12 +108,21 @@ class Lane:
         self._deliver = deliver
         self._rerouted = rerouted
         self._limits = limits
-        self._window = max(2, min(MAX_WANTS // 2, limits.window_bytes // manifest.chunk_bytes))
-        self._cancelled: list[int] = []
+        window = limits.window_bytes // manifest.chunk_bytes // streams
+        self._window = max(2, min(MAX_WANTS // 2, window))
+        self._strands = [_Strand() for _ in range(streams)]
+
+    def wake(self) -> None:
+        """The schedule has new work for this source."""
+        for strand in self._strands:
+            strand.wake.set()
 
     def cancel(self, chunk: int) -> None:
         """Tell the source, with the next message, that ``chunk`` is not needed from it any more."""
-        self._cancelled.append(chunk)
+        for strand in self._strands:
+            if chunk in strand.open:
+                strand.open.remove(chunk)
+                strand.cancelled.append(chunk)
 
     async def run(self) -> None:
         """Ask and receive until cancelled, or until there was nothing to ask for ``idle_s``.
@@ -122,43 +131,56 @@ class Lane:
             ChunkError: the source sent bytes that are not the chunk they claim to be.
             PeerUnreachable, DeadlineExceeded, ProtocolError: the lane broke, stalled, or was refused.
         """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for strand in self._strands:
+                    tasks.create_task(self._run(strand))
+        except BaseExceptionGroup as group:
+            # A lie is worth more than the breaks that it may have caused.
+            lies = group.subgroup(ChunkError)
+            raise (lies or group).exceptions[0] from None
+
+    async def _run(self, strand: _Strand) -> None:
         async with _opened(self._network, self.source, self._limits) as stream:
             await send(stream, OpenLane(self._version))
             self.started_s = self.last_chunk_s = self._network.clock.monotonic()
             while True:
-                self.wake.clear()
-                await self._ask(stream)
-                if self._schedule.open_at(self.source):
-                    await self._take(stream)
-                elif not await set_within(self.wake, self._limits.idle_s):
+                strand.wake.clear()
+                await self._ask(strand, stream)
+                if strand.open:
+                    await self._take(strand, stream)
+                elif not await set_within(strand.wake, self._limits.idle_s):
                     return
 
-    async def _ask(self, stream: Stream) -> None:
-        while self._cancelled:
-            await send(stream, Cancel(tuple(self._cancelled[:MAX_WANTS])))
-            del self._cancelled[:MAX_WANTS]
-        idle = not self._schedule.open_at(self.source)
-        room = self._window - self._schedule.open_at(self.source)
+    async def _ask(self, strand: _Strand, stream: Stream) -> None:
+        while strand.cancelled:
+            await send(stream, Cancel(tuple(strand.cancelled[:MAX_WANTS])))
+            del strand.cancelled[:MAX_WANTS]
+        room = self._window - len(strand.open)
         # Topped up by quarters of the window, not chunk by chunk: fewer messages for the same flow.
-        if idle or room >= self._window // 4:
-            for wait, chunks in self._schedule.take(self.source, room).items():
-                await send(stream, Want(tuple(chunks), wait))
-            if idle:
+        if not strand.open or room >= self._window // 4:
+            if not self._schedule.open_at(self.source):
                 self.last_chunk_s = self._network.clock.monotonic()
+            # The streams share what there is, so that the chunks come in about the order in which they are planned.
+            fair = -(-self._schedule.load(self.source) // len(self._strands)) - len(strand.open)
+            for wait, chunks in self._schedule.take(self.source, max(0, min(room, fair))).items():
+                strand.open.update(chunks)
+                await send(stream, Want(tuple(chunks), wait))
 
-    async def _take(self, stream: Stream) -> None:
+    async def _take(self, strand: _Strand, stream: Stream) -> None:
         reply: LaneReply = await receive(
             stream, LaneReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.stall_s
         )
         if isinstance(reply, Chunk):
-            await self._take_chunk(stream, reply.index)
+            await self._take_chunk(strand, stream, reply.index)
         elif isinstance(reply, Missing):
+            strand.open.difference_update(reply.chunks)
             self._schedule.lacks(self.source, reply.chunks)
             self._rerouted()
         elif isinstance(reply, Refused):
             raise PeerUnreachable(f"{self.source} refused a lane: {reply.reason}")
 
-    async def _take_chunk(self, stream: Stream, index: int) -> None:
+    async def _take_chunk(self, strand: _Strand, stream: Stream, index: int) -> None:
         if index >= self._manifest.n_chunks:
             raise ProtocolError(f"{self.source} sent chunk {index}, which does not exist")
         start, end = self._manifest.chunk_span(index)
@@ -168,9 +190,19 @@ class Lane:
                 f"{self.source} sent bytes for chunk {index} of version {self._manifest.version} "
                 "that are not what the learner signed for"
             )
+        strand.open.discard(index)
         self.nbytes += len(data)
         if self._deliver(self.source, index, data):
             self.last_chunk_s = self._network.clock.monotonic()
+
+
+class _Strand:
+    """One stream of a lane: the chunks that are open on it, and those to be cancelled."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.open: set[int] = set()
+        self.cancelled: list[int] = []
 
 
 async def get_manifest(

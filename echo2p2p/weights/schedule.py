@@ -1,8 +1,8 @@
 """Which missing chunk is asked from whom, and where to turn when a source fails. Pure: no I/O, no clock.
 
-Every chunk has a route, the same rule on every peer: its first holder and then that one's deputies, up to
-this peer's own place among them; a peer whose own turn it is asks the learner. So nobody waits for a peer
-that waits for it, and a stripe whose holder is gone leaves the learner once more, not once for every peer.
+Every chunk has a route, the same rule on every peer: who is ahead of this peer in the chunk's tree, and then the
+learner. So nobody waits for a peer that waits for it, and what a member that is gone should have forwarded leaves
+the learner once more at most, not once for every peer.
 
 A chunk may be open at several sources at once (endgame); the first copy counts, the others are cancelled.
 """
@@ -162,8 +162,7 @@ class Schedule:
 
     def _begin(self, chunk: int) -> None:
         """As :meth:`_forward`, without laying out the whole route of a chunk whose first source is there."""
-        first = self._plan.first_holder(chunk) if self._plan.relays else self._learner
-        source = self._learner if first == self._me else first
+        source = self._plan.source(chunk, self._me) or self._learner
         if source in self._gone or source in self._suspects:
             self._forward(chunk)
         else:
@@ -194,14 +193,13 @@ class Schedule:
 
     def _route(self, chunk: int) -> Iterator[tuple[PeerId, bool]]:
         """The sources of ``chunk`` in the order in which they are asked, and whether each shall wait."""
-        order = list(self._plan.order(chunk))
-        place = order.index(self._me) if self._me in order else len(order)
-        before, after = order[:place], order[place + 1 :]
-        trusted = [source for source in before if source not in self._suspects]
+        ahead = list(self._plan.ahead(chunk, self._me))
+        behind = [peer for peer in self._plan.others(chunk) if peer != self._me and peer not in ahead]
+        trusted = [source for source in ahead if source not in self._suspects]
         yield from ((source, True) for source in trusted)
-        # The first holder gets its own stripe from the learner; a deputy first looks around.
-        guesses = after[: _GUESSES if place else 0]
+        # The first holder gets its chunks from the learner; who stands in for it first looks around.
+        guesses = behind[: _GUESSES if ahead else 0]
         yield from ((source, False) for source in guesses)
         yield self._learner, True
-        yield from ((source, True) for source in before if source in self._suspects)
-        yield from ((source, False) for source in after[len(guesses) :])
+        yield from ((source, True) for source in ahead if source in self._suspects)
+        yield from ((source, False) for source in behind[len(guesses) :])
