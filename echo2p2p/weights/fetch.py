@@ -33,9 +33,9 @@ from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.timeline import Timeline
 
 _STORE_BATCH = 32
-import os
-_STREAMS = int(os.environ.get("ECHO_S", "8"))
-_MAX_STREAMS_PER_SOURCE = int(os.environ.get("ECHO_M", "4"))
+_STREAMS = 8
+"""To all sources together: a stream's window in flight (256 KiB in libp2p) is all that one round trip brings."""
+_MAX_STREAMS_PER_SOURCE = 4
 _NAMED = 5
 """Chunks and sources that an error names before it only counts."""
 
@@ -134,12 +134,14 @@ class Fetch:
 
     def _plan(self, here: list[int]) -> Schedule:
         """Off the loop, too: it takes a while with a hundred thousand chunks."""
+        manifest = self._manifest
+        n_whole = manifest.whole.stop
         return Schedule(
-            self._manifest.n_chunks,
-            relay_plan(self._manifest.n_chunks, self._manifest.members),
+            manifest.n_chunks,
+            relay_plan(manifest.n_chunks, n_whole, manifest.members, manifest.trees, manifest.patch_trees),
             me=self._network.peer_id,
             learner=self._learner,
-            have=(set(range(self._manifest.n_chunks)) - set(self._wanted)).union(here),
+            have=(set(range(manifest.n_chunks)) - set(self._wanted)).union(here),
             suspects=self._standing.suspects(),
             banned=self._standing.banned,
         )

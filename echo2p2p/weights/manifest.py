@@ -39,11 +39,15 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker that relays this version, with the uplink that it announced and where it can be dialled."""
+    """A worker that relays this version, with the links that it announced and where it can be dialled.
+
+    ``download_mbit`` is 0 where it is not known.
+    """
 
     peer: PeerIdText
     upload_mbit: NonNegative
     addresses: Addresses = ()
+    download_mbit: NonNegative = 0.0
 
 
 class Asset(msgspec.Struct, frozen=True):
@@ -92,7 +96,8 @@ class Manifest(msgspec.Struct, frozen=True):
         fingerprint: of the whole snapshot (:meth:`Snapshot.fingerprint`).
         chunk_bytes: size of every chunk but the last, which ends where the snapshot ends.
         chunks: the BLAKE3 digests of the snapshot's chunks, 32 bytes each, one after another.
-        members: the workers that relay this version, in the order of the relay plan.
+        members: the workers that relay this version.
+        trees, patch_trees: over how many trees the chunks of the whole and those of the patches travel.
         patches: a chain, newest first: the first makes this version, each further one the base of the one before.
             Empty where a patch would not be small enough to pay, or there is nothing to start from.
     """
@@ -108,6 +113,8 @@ class Manifest(msgspec.Struct, frozen=True):
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
     assets: Annotated[tuple[Asset, ...], Meta(max_length=MAX_ASSETS)]
     patches: Annotated[tuple[Patch, ...], Meta(max_length=MAX_PATCHES)]
+    trees: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] = 1
+    patch_trees: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] = 1
 
     @property
     def nbytes(self) -> int:

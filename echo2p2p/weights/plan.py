@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,14 @@ from functools import cached_property
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.manifest import Member
 
+FLOW_COST = 0.02
+"""What each further flow costs a downlink that is full, as a part of its rate. Measured: 8 flows at 50 Mbit/s."""
+HOP_S = 0.05
+"""How much later a chunk is one hop further down, besides its own time on the wire."""
+MAX_FAN_OUT = 32
+_TREE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _BITS_PER_MBIT = 1e6
+_MIN_MBIT = 1e-3
 _LEARNER = -1
 
 
@@ -70,23 +76,22 @@ class Tree:
         return tuple(at for at, children in enumerate(self.children) if not children)
 
     @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """By member, the hops from the learner to it."""
-        depths = [0] * len(self.parent)
-        level, depth = [self.root], 1
-        while level:
-            for at in level:
-                depths[at] = depth
-            level = [child for at in level for child in self.children[at]]
-            depth += 1
-        return tuple(depths)
+    def top_down(self) -> tuple[int, ...]:
+        """Every member after its parent."""
+        order = [self.root]
+        for at in order:
+            order.extend(self.children[at])
+        return tuple(order)
 
 
-def trees(uplinks_mbit: Sequence[float], k: int) -> list[Tree]:
+def trees(uplinks_mbit: Sequence[float], k: int, fan_out: int = MAX_FAN_OUT) -> list[Tree]:
     """``k`` interior-disjoint trees over members with these uplinks, as evenly loaded as whole children allow.
 
     Members are dealt to the trees so that each tree has about the same uplink; a tree's share follows from what it
-    has, and within a tree the number of children follows the uplinks.
+    has, and within a tree the number of children follows the uplinks. Members without uplink are leaves everywhere.
+
+    Args:
+        fan_out: no member has more children than this, unless there are too few uplinks for it.
     """
     n = len(uplinks_mbit)
     uplinks = uplinks_mbit if any(uplinks_mbit) else [1.0] * n
@@ -100,95 +105,133 @@ def trees(uplinks_mbit: Sequence[float], k: int) -> list[Tree]:
         heapq.heappush(lightest, (weight + uplinks[member], at))
     total = sum(uplinks)
     return [
-        Tree(sum(uplinks[at] for at in group) / total, _attach(uplinks, group)) for group in groups if group
+        Tree(sum(uplinks[at] for at in group) / total, _attach(uplinks, group, fan_out))
+        for group in groups
+        if group
     ]
 
 
-def _attach(uplinks: Sequence[float], interior: Sequence[int]) -> tuple[int, ...]:
+def _attach(uplinks: Sequence[float], interior: Sequence[int], fan_out: int) -> tuple[int, ...]:
     """The parents of one tree whose ``interior`` members have n − 1 children between them."""
     n = len(uplinks)
-    slots = dict(zip(interior, _apportion([uplinks[at] for at in interior], n - 1), strict=True))
+    slots = dict(zip(interior, _apportion([uplinks[at] for at in interior], n - 1, fan_out), strict=True))
     by_slots = sorted(interior, key=lambda at: -slots[at])
     inside = set(interior)
     parent = [_LEARNER] * n
     free = [by_slots[0]] * slots[by_slots[0]]
-    at = 0
-    for member in [*by_slots[1:], *(member for member in range(n) if member not in inside)]:
+    leaves = (member for member in range(n) if member not in inside)
+    for at, member in enumerate([*by_slots[1:], *leaves]):
         parent[member] = free[at]
-        at += 1
         free.extend([member] * slots.get(member, 0))
     return tuple(parent)
 
 
-def _apportion(weights: Sequence[float], count: int) -> list[int]:
-    """``count`` in whole parts proportional to ``weights``, by largest remainders."""
-    total = sum(weights)
-    exact = [count * weight / total for weight in weights]
-    parts = [int(each) for each in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda at: (parts[at] - exact[at], at))
-    for at in by_remainder[: count - sum(parts)]:
-        parts[at] += 1
+def _apportion(weights: Sequence[float], count: int, limit: int) -> list[int]:
+    """``count`` in whole parts proportional to ``weights``, by largest remainders, none above ``limit`` if possible."""
+    limit = max(limit, -(-count // len(weights)))
+    parts = [0] * len(weights)
+    rest = count
+    while rest:
+        open_ = [at for at in range(len(weights)) if parts[at] < limit]
+        total = sum(weights[at] for at in open_)
+        exact = {at: rest * weights[at] / total for at in open_}
+        given = {at: min(int(exact[at]), limit - parts[at]) for at in open_}
+        # Nobody has a whole part to get, or nobody was held back: the rest goes by the remainders.
+        if not any(given.values()) or sum(given.values()) == sum(map(int, exact.values())):
+            open_.sort(key=lambda at: (given[at] - exact[at], at))
+            for at in [at for at in open_ if parts[at] + given[at] < limit][: rest - sum(given.values())]:
+                given[at] += 1
+        for at, part in given.items():
+            parts[at] += part
+        rest = count - sum(parts)
     return parts
 
 
-FLOW_COST = 0.02
-HOP_S = 0.05
-
-
 def predicted_s(
-    plan: Sequence[Tree],
+    planned: Sequence[Tree],
     nbytes: int,
     chunk_bytes: int,
     learner_up_mbit: float,
     uplinks_mbit: Sequence[float],
     downlinks_mbit: Sequence[float],
 ) -> float:
-    """Seconds until the last member has ``nbytes`` over the trees of ``plan``, as links share themselves.
+    """Seconds until the last member has ``nbytes`` over these trees, as links share themselves.
 
     The busiest link decides: the learner's uplink, a member's uplink with its children, or a downlink, on which
-    each further flow that it shares costs :data:`FLOW_COST`. Then each hop of the deepest tree is a chunk and
-    :data:`HOP_S` late.
+    each further flow that meets there costs :data:`FLOW_COST`. The last chunk is then late by a chunk's time and
+    :data:`HOP_S` for every hop of the deepest tree. Rates in Mbit/s; a downlink of 0 is not known.
     """
     mbit, chunk_mbit = nbytes * 8 / _BITS_PER_MBIT, min(chunk_bytes, nbytes) * 8 / _BITS_PER_MBIT
-    slowest = mbit / learner_up_mbit
-    deepest = 0.0
+    busiest = mbit / learner_up_mbit
     for at, (up, down) in enumerate(zip(uplinks_mbit, downlinks_mbit, strict=True)):
-        sent = sum(tree.share * len(tree.children[at]) for tree in plan)
-        flows = len({tree.parent[at] for tree in plan})
-        slowest = max(slowest, mbit * (1 + FLOW_COST * (flows - 1)) / down)
+        sent = sum(tree.share * len(tree.children[at]) for tree in planned)
+        flows = len({tree.parent[at] for tree in planned})
+        if down > 0:
+            busiest = max(busiest, mbit * (1 + FLOW_COST * (flows - 1)) / down)
         if sent:
-            slowest = max(slowest, sent * mbit / up)
-    for tree in plan:
+            busiest = max(busiest, sent * mbit / max(up, _MIN_MBIT))
+    latest = 0.0
+    for tree in planned:
         late = [0.0] * len(tree.parent)
-        for at in sorted(range(len(tree.parent)), key=lambda at: tree.depths[at]):
-            parent = tree.parent[at]
-            if parent != _LEARNER:
-                late[at] = late[parent] + HOP_S + chunk_mbit / max(uplinks_mbit[parent], 1e-3)
-        deepest = max(deepest, *late)
-    return slowest + deepest
+        for at in tree.top_down:
+            for child in tree.children[at]:
+                late[child] = late[at] + HOP_S + chunk_mbit / max(uplinks_mbit[at], _MIN_MBIT)
+        latest = max(latest, *late)
+    return busiest + latest
 
 
-def relay_plan(n_chunks: int, members: Sequence[Member], k: int | None = None) -> RelayPlan:
-    """The plan for ``n_chunks`` chunks among ``members``; the same on every peer.
+def best_tree_count(*a):
+    import os
+    return int(os.environ["ECHO_K"]) if "ECHO_K" in os.environ else _best_tree_count(*a)
+
+
+def _best_tree_count(
+    nbytes: int,
+    chunk_bytes: int,
+    learner_up_mbit: float,
+    members: Sequence[Member],
+) -> int:
+    """The number of trees with the smallest :func:`predicted_s`; the smaller of equal ones; 1 for nobody."""
+    uplinks = [member.upload_mbit for member in members]
+    downlinks = [member.download_mbit for member in members]
+    senders = sum(up > 0 for up in uplinks)
+    counts = [k for k in _TREE_COUNTS if k <= senders] or [1]
+    # Stripes proper, where the limit on open transfers allows them.
+    if senders <= MAX_FAN_OUT:
+        counts.append(max(1, senders))
+
+    def seconds(k: int) -> float:
+        return predicted_s(trees(uplinks, k), nbytes, chunk_bytes, learner_up_mbit, uplinks, downlinks)
+
+    return min(counts, key=lambda k: (seconds(k), k)) if members else 1
+
+
+def relay_plan(n_chunks: int, n_whole: int, members: Sequence[Member], k: int, k_patch: int) -> RelayPlan:
+    """The plan for the chunks of one version among ``members``; the same on every peer.
 
     The trees' chunks are interleaved, so that every member is busy from the first moment to the last.
-    """
-    import os
 
-    if k is None:
-        k = int(os.environ.get("ECHO_K", len(members)))
-    planned = trees([member.upload_mbit for member in members], k) if members else []
-    # The j-th chunk of a tree is due at (j + ½)/share; the next chunk goes to whichever is due first.
-    due = [(0.5 / tree.share, at) for at, tree in enumerate(planned)]
-    heapq.heapify(due)
-    counts = [0] * len(planned)
+    Args:
+        n_whole: the first so many chunks go over ``k`` trees, the others over ``k_patch``.
+    """
+    uplinks = [member.upload_mbit for member in members]
+    planned: list[Tree] = []
     dealt: list[int] = []
-    for _ in range(n_chunks if planned else 0):
-        at = due[0][1]
-        dealt.append(at)
-        counts[at] += 1
-        heapq.heapreplace(due, ((counts[at] + 0.5) / planned[at].share, at))
+    if members:
+        for count, trees_ in ((n_whole, trees(uplinks, k)), (n_chunks - n_whole, trees(uplinks, k_patch))):
+            dealt += [len(planned) + at for at in _deal(count, trees_)]
+            planned += trees_
     return RelayPlan([member.peer for member in members], planned, dealt)
+
+
+def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
+    """A tree for each chunk: the j-th of a tree is due at (j + ½)/share, and whichever is due first is next."""
+    due = [(0.5 / tree.share, at, 0) for at, tree in enumerate(planned)]
+    heapq.heapify(due)
+    for _ in range(n_chunks):
+        _, at, count = due[0]
+        yield at
+        heapq.heapreplace(due, ((count + 1.5) / planned[at].share, at, count + 1))
 
 
 class RelayPlan:

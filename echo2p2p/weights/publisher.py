@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from echo2p2p.weights.manifest import (
     digest,
     sign,
 )
+from echo2p2p.weights.plan import best_tree_count
 from echo2p2p.weights.patch import encode
 from echo2p2p.weights.rebuild import rebuild
 from echo2p2p.weights.snapshot import Snapshot
@@ -90,6 +92,7 @@ class WeightPublisher:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         keep_versions: int = 2,
         max_patch_share: float = DEFAULT_MAX_PATCH_SHARE,
+        upload_mbit: float = math.inf,
         patch_chain: int = DEFAULT_PATCH_CHAIN,
         limits: ManifestLimits = DEFAULT_LIMITS,
         server_limits: ServerLimits = DEFAULT_SERVER_LIMITS,
@@ -103,6 +106,7 @@ class WeightPublisher:
         self._chunk_bytes = chunk_bytes
         self._keep_versions = max(1, keep_versions)
         self._max_patch_share = max_patch_share
+        self._upload_mbit = upload_mbit
         self._patch_chain = min(max(1, patch_chain), MAX_PATCHES)
         self._limits = limits
         self._server = ChunkServer(network, server_limits)
@@ -196,6 +200,7 @@ class WeightPublisher:
         for name, content in sorted(assets.items()):
             listed.append(Asset(name, blake3(content).digest(), len(content)))
             self._store.put(listed[-1].digest, content)
+        patches = self._patches(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES)
         manifest = Manifest(
             protocol=PROTOCOL_VERSION,
             run=self._run,
@@ -207,7 +212,11 @@ class WeightPublisher:
             chunks=chunks,
             members=members,
             assets=tuple(listed),
-            patches=self._patches(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES),
+            patches=patches,
+            trees=best_tree_count(snapshot.layout.nbytes, chunk_bytes, self._upload_mbit, members),
+            patch_trees=best_tree_count(patches[0].nbytes, patches[0].chunk_bytes, self._upload_mbit, members)
+            if patches
+            else 1,
         )
         body = sign(self._network.identity, manifest)
         while len(body) > self._limits.max_manifest_bytes and manifest.patches:
