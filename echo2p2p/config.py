@@ -130,6 +130,13 @@ class LearnerSettings(Section):
     eval_samples: Annotated[int, Field(ge=1, le=1024)] = 4
     stop_at_reward: float | None = Field(None, description="stop once a held-out evaluation reaches this")
     checkpoints_kept: Annotated[int, Field(ge=1)] = 2
+    max_roll_forwards: Annotated[int, Field(ge=0, le=1000)] = Field(
+        3,
+        description="times in a row that unsound weights are replaced by the last good ones; then the run ends",
+    )
+    wait_for_disk: bool = Field(
+        True, description="on a full disk, wait for room and try again; false: leave with exit code 7"
+    )
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
     optimizer: OptimizerSettings = OptimizerSettings()
 
@@ -198,6 +205,12 @@ class WeightsSettings(Section):
         16,
         description="patches that a version lists; a worker that missed fewer versions catches up by patches",
     )
+    max_change: NonNegative = Field(
+        10,
+        description="a version is not published if the RMS of a tensor's change since the last one is more than "
+        "this many times the tensor's RMS (at least the policy's median); 0: only NaN and Inf are refused",
+    )
+    change_floor: Positive = Field(1e-3, description="no tensor's RMS counts as less than this in max_change")
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 

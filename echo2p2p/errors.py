@@ -17,9 +17,11 @@
     │   ├── ManifestError
     │   ├── ChunkError
     │   ├── PatchError                a patch is damaged, or starts from another snapshot
+    │   ├── UnsoundWeights            weights are not finite, or changed too much to be published
     │   └── FingerprintMismatch
     ├── ResourceError             7
     │   ├── OutOfDisk
+    │   │   └── StoreFull             the chunk store may take no more, however much room the disk has
     │   └── OutOfMemory
     ├── EngineError                   the inference engine could not generate or install
     └── TaskError                     a task raised where it must not
@@ -106,6 +108,10 @@ class PatchError(VerificationError):
     pass
 
 
+class UnsoundWeights(VerificationError):  # noqa: N818
+    pass
+
+
 class FingerprintMismatch(VerificationError):  # noqa: N818
     pass
 
@@ -115,6 +121,10 @@ class ResourceError(Echo2p2pError):
 
 
 class OutOfDisk(ResourceError):  # noqa: N818
+    pass
+
+
+class StoreFull(OutOfDisk):
     pass
 
 

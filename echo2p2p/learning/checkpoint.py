@@ -13,6 +13,7 @@ A folder is written under a temporary name, synced and renamed. Nothing is unpic
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ _FOLDER = re.compile(rf"step-\d{{12}}({re.escape(_REPLACED)})?")
 _TEMPORARY = ".writing-"
 _MAX_JSON_BYTES = 2**16
 _FORMAT = 1
-_ENOSPC = 28
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -76,16 +77,16 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     Raises:
         OutOfDisk: there is no room; older checkpoints are untouched.
     """
-    root.mkdir(parents=True, exist_ok=True)
     for left_over in root.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(left_over)
-    final = root / f"step-{checkpoint.step:012d}"
+    final = folder_of(root, checkpoint.step)
     temporary = root / f"{_TEMPORARY}{final.name}"
     try:
+        root.mkdir(parents=True, exist_ok=True)
         _write(temporary, checkpoint)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if getattr(error, "errno", None) == _ENOSPC or "No space left" in str(error):
+        if getattr(error, "errno", None) in _NO_ROOM or "No space left" in str(error):
             raise OutOfDisk(f"no room for a checkpoint under {root}", hint="free disk space") from error
         raise
     replaced = final.with_name(final.name + _REPLACED)
@@ -100,6 +101,11 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     for old in others[max(1, keep) - 1 :]:
         shutil.rmtree(old)
     return final
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies, if there is one."""
+    return root / f"step-{step:012d}"
 
 
 def load(folder: Path) -> Checkpoint:

@@ -18,11 +18,12 @@ from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
-from echo2p2p.errors import SettingsError, SwarmError
+from echo2p2p.errors import OutOfDisk, SettingsError, SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.publication import Publication
+from echo2p2p.learning.recovery import Recovery
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import Session, WorkSessions
 from echo2p2p.learning.state import Capture, LearnerState, Trainer
@@ -45,6 +46,7 @@ from echo2p2p.swarm.records import (
     WorkerAdvert,
 )
 from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.gate import GateLimits
 from echo2p2p.weights.publisher import WeightPublisher
 from echo2p2p.weights.snapshot import Snapshot
 
@@ -139,6 +141,7 @@ class Learner:
         )
         self._provisioner.spending.usd = self._state.spend_usd
         self._provisioner.spending.all_on_usd = self._state.all_on_usd
+        self._stop = asyncio.Event()
         self._publication = Publication(
             trainer=trainer,
             publisher=publisher,
@@ -147,10 +150,22 @@ class Learner:
             dispatcher=self._dispatcher,
             provisioner=self._provisioner,
             gamma=settings.provisioning.gamma,
+            gate=GateLimits(settings.weights.max_change, settings.weights.change_floor),
+            wait_for_disk=options.wait_for_disk,
+            stop=self._stop,
             clock=self._clock,
             events=events,
         )
-        self._stop = asyncio.Event()
+        self._recovery = Recovery(
+            trainer=trainer,
+            ledger=self._ledger,
+            dispatcher=self._dispatcher,
+            publication=self._publication,
+            capture=self._capture,
+            stop=self._stop,
+            events=events,
+            limit=options.max_roll_forwards,
+        )
         self._life = "running"
         self._t_train_s = self._state.t_train_s
         self._t_idle_s = self._state.t_idle_s
@@ -174,6 +189,10 @@ class Learner:
 
         Returns:
             Whether the run is finished (as opposed to stopped).
+
+        Raises:
+            UnsoundWeights: the first weights are, or those of several publications in a row.
+            OutOfDisk: there was no room for a checkpoint or a version, and no waiting for it.
         """
         options = self._settings.learner
         started = self._clock.monotonic()
@@ -191,6 +210,7 @@ class Learner:
             resumed_from=self._state.step if self._resumed else None,
         )
         finished = False
+        no_room: OutOfDisk | None = None
         async with asyncio.TaskGroup() as tasks:
             await self._sessions.listen()
             await serve_status(self._network, self.status)
@@ -201,7 +221,7 @@ class Learner:
                 tasks.create_task(self._publication.keep_record()),
             ]
             finished = await self._train()
-            await self._publication.checkpoint(await self._capture())
+            no_room = await self._recovery.checkpoint(await self._capture())
             self._provisioner.account()
             self._publication.log_relayed()
             self._events.emit(
@@ -224,6 +244,8 @@ class Learner:
             await self._sessions.say_goodbye(reason, retry=not finished)
         self._life = "finished" if finished else "stopped"
         await self._last_word()
+        if no_room is not None:
+            raise no_room
         return finished
 
     # --- training -----------------------------------------------------------------------------------
@@ -243,19 +265,25 @@ class Learner:
             while self.step < options.steps and not self._reached_goal():
                 waited_from = self._clock.monotonic()
                 batch = await self._unless_stopped(self._dispatcher.next_batch())
-                if batch is None:
+                if batch is not None:
+                    await self._one_step(batch, self._clock.monotonic() - waited_from)
+                elif self._stop.is_set():
                     return False
-                await self._one_step(batch, self._clock.monotonic() - waited_from)
+                if publication is not None and (self.step >= due or self._recovery.needed.is_set()):
+                    # The next step trains while a version travels; two versions never travel at once.
+                    await publication
+                if self._recovery.needed.is_set():
+                    await self._recovery.roll_forward()
+                    due = self.step + options.publication_period
                 if self.step >= due:
                     due = self.step + options.publication_period
-                    # The next step trains while this version travels; two versions never travel at once.
-                    if publication is not None:
-                        await publication
-                    publication = tasks.create_task(self._publication.publish(await self._capture()))
+                    publication = tasks.create_task(self._recovery.publish(await self._capture()))
                 if options.eval_every and self.step % options.eval_every == 0:
                     await self._score()
-        if self._dispatcher.published < self.step:
-            await self._publication.publish(await self._capture())
+        if self._dispatcher.published < self.step and not self._recovery.needed.is_set():
+            await self._recovery.publish(await self._capture())
+        if self._recovery.needed.is_set():
+            await self._recovery.roll_forward()
         await self._score()
         return True
 
@@ -298,7 +326,10 @@ class Learner:
         if self._evaluate is None or self._scored_at == self.step:
             return self._reward_after
         self._scored_at = self.step
-        reward, n = await self._evaluate(await self._trainer.snapshot(), self.step)
+        snapshot = await self._trainer.snapshot()
+        if not await self._recovery.is_sound(snapshot, self.step):
+            return self._reward_after
+        reward, n = await self._evaluate(snapshot, self.step)
         self._reward_after = reward
         self._events.emit("eval", step=self.step, reward=reward, n=n)
         return reward
@@ -308,16 +339,17 @@ class Learner:
         return goal is not None and self._reward_after is not None and self._reward_after >= goal
 
     async def _unless_stopped(self, wait: Coroutine[Any, Any, T]) -> T | None:
-        """What ``wait`` returns, or None if :meth:`stop` is called before."""
+        """What ``wait`` returns; None if :meth:`stop` is called before, or the weights prove to be unsound."""
         waiting = asyncio.ensure_future(wait)
         stop = asyncio.ensure_future(self._stop.wait())
+        unsound = asyncio.ensure_future(self._recovery.needed.wait())
         try:
-            await asyncio.wait({waiting, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return None if stop.done() else waiting.result()
+            await asyncio.wait({waiting, stop, unsound}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() and not stop.done() else None
         finally:
-            for future in (waiting, stop):
+            for future in (waiting, stop, unsound):
                 future.cancel()
-            await asyncio.gather(waiting, stop, return_exceptions=True)
+            await asyncio.gather(waiting, stop, unsound, return_exceptions=True)
 
     @property
     def _bubble_ratio(self) -> float:

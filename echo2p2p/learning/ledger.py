@@ -156,6 +156,18 @@ class PromptLedger:
         self._buffered.add(index)
         self.train([index])
 
+    def go_back(self, state: LedgerState) -> int:
+        """Forget what was trained since ``state``, an earlier one of this ledger: it is to be trained again.
+
+        Returns:
+            The number of indices that came back.
+        """
+        since = (set(range(state.frontier, self._frontier)) | self._beyond) - set(state.beyond)
+        self._frontier, self._beyond = state.frontier, set(state.beyond)
+        for index in since:
+            heapq.heappush(self._returned, index)
+        return len(since)
+
     def state(self) -> LedgerState:
         return LedgerState(self._frontier, tuple(sorted(self._beyond)))
 

@@ -1,7 +1,9 @@
-"""How a version leaves the learner: checkpoint first, then manifest, record, and a word to every active worker.
+"""How a version leaves the learner: gate, checkpoint, manifest, record, and a word to every active worker.
 
-The order is the guarantee: a version that anybody can hear of is on the learner's disk, so no crash can make
-one version number name two policies. T_bcast is measured here, as the papers define it.
+The order is the guarantee: weights that are not finite, or blown up, get no further than the gate, not even to
+the disk; and a version that anybody can hear of is on the learner's disk, so no crash can make one version
+number name two policies. Where the disk is full, it waits for room. T_bcast is measured here, as the papers
+define it.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from echo2p2p.data.work import Head, Ready
-from echo2p2p.errors import RecordError
+from echo2p2p.errors import OutOfDisk, RecordError, StoreFull
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
@@ -25,10 +28,17 @@ from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.records import ManifestRecord
 from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.gate import GateLimits, Passed, check
+from echo2p2p.weights.holding import set_within
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
+from echo2p2p.weights.snapshot import Snapshot
 
 log = logging.getLogger("echo2p2p.learner")
+T = TypeVar("T")
+
+DISK_RETRY_S = 5.0
+"""How long after another try there is room on a disk that was full."""
 
 VERSIONS_FOLLOWED = 64
 """Versions whose spread is still being counted."""
@@ -59,8 +69,11 @@ class Publication:
     Args:
         assets: the policy's small files by name, the same for every version.
         gamma: γ; T_bcast ends at a fraction 1/γ of the active workers.
+        gate: what may be published.
+        wait_for_disk: whether a full disk is waited for, until ``stop`` is set.
 
     Attributes:
+        saved: the version of the last checkpoint; −1 if this life of the learner has written none.
         chunk_bytes: what workers reported to have fetched, by source: learner or peers.
     """
 
@@ -74,6 +87,9 @@ class Publication:
         dispatcher: Dispatcher,
         provisioner: Provisioner,
         gamma: float,
+        gate: GateLimits,
+        wait_for_disk: bool,
+        stop: asyncio.Event,
         clock: Clock,
         events: EventLog,
     ) -> None:
@@ -88,20 +104,42 @@ class Publication:
         self._events = events
         self._record: ManifestRecord | None = None
         self._newer = asyncio.Event()
-        self._saved = -1
+        self.saved = -1
+        self._gate = gate
+        self._wait_for_disk = wait_for_disk
+        self._stop = stop
+        self._good: Snapshot | None = None
         self._broadcasts: dict[int, Broadcast] = {}
         self._fingerprints: dict[int, str] = {}
         self.chunk_bytes: Counter[str] = Counter()
 
+    async def check(self, snapshot: Snapshot) -> Passed:
+        """Whether these weights may be published after those that were published last.
+
+        Raises:
+            UnsoundWeights: they may not; it says why.
+        """
+        good = self._good
+        return await self._clock.offload(lambda: check(snapshot, good, self._gate))
+
     async def publish(self, capture: Capture) -> None:
-        """Make a version known."""
+        """Make a version known.
+
+        Raises:
+            UnsoundWeights: it is not fit for that; nothing of it was written.
+            OutOfDisk: there is no room, and no waiting for it.
+        """
         started = self._clock.monotonic()
         version = capture.version
-        await self.checkpoint(capture)
+        passed = await self.check(capture.snapshot)
+        await self._save(capture)
         self.log_relayed()
         active = self._provisioner.active
         members = [Member(s.peer, s.advert.upload_mbit, s.advert.addresses) for s in active]
-        published = await self._publisher.publish(capture.snapshot, version, members, self._assets)
+        published = await self._with_room(
+            version, lambda: self._publisher.publish(capture.snapshot, version, members, self._assets)
+        )
+        self._good = capture.snapshot
         patches = published.manifest.patches
         self._record = published.record
         self._newer.set()
@@ -123,19 +161,52 @@ class Publication:
             chain_bytes=sum(patch.nbytes for patch in patches),
             members=len(members),
             prepare_s=self._clock.monotonic() - started,
+            gate={"change": passed.change, "tensor": passed.tensor},
         )
         for session in active:
             self.announce(session)
         self._dispatcher.top_up()
 
     async def checkpoint(self, capture: Capture) -> None:
-        """Write ``capture`` to disk, unless its version is there already."""
-        if self._saved == capture.version:
+        """Write ``capture`` to disk, unless its version is there already. Raises as :meth:`publish`."""
+        if self.saved != capture.version:
+            await self.check(capture.snapshot)
+            await self._save(capture)
+
+    async def _save(self, capture: Capture) -> None:
+        if self.saved == capture.version:
             return
         started = self._clock.monotonic()
-        await self._trainer.save(capture.version, capture.trainer, capture.learner)
-        self._saved = capture.version
+        await self._with_room(
+            capture.version, lambda: self._trainer.save(capture.version, capture.trainer, capture.learner)
+        )
+        self.saved = capture.version
         self._events.emit("checkpoint", step=capture.version, seconds=self._clock.monotonic() - started)
+
+    async def _with_room(self, version: int, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What ``attempt`` returns, which is made again and again while the disk is full."""
+        full_since: float | None = None
+        while True:
+            try:
+                result = await attempt()
+                break
+            except StoreFull:
+                raise  # its own limit, which does not change by waiting
+            except OutOfDisk as error:
+                if self._stop.is_set() or not self._wait_for_disk:
+                    raise
+                if full_since is None:
+                    full_since = self._clock.monotonic()
+                    self._events.emit("disk_full", version=version, reason=error.message)
+                    log.error("version %d waits for room on the disk: %s", version, error)
+            await set_within(self._stop, DISK_RETRY_S)
+        if full_since is not None:
+            waited_s = self._clock.monotonic() - full_since
+            self._events.emit("disk_has_room", version=version, waited_s=waited_s)
+            log.warning(
+                "there is room on the disk again, after %.0f s: version %d goes on", waited_s, version
+            )
+        return result
 
     def announce(self, session: Session) -> None:
         """Tell one worker of the newest version, if there is one."""

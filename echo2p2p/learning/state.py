@@ -35,6 +35,14 @@ class Trainer(Protocol):
         """Write a checkpoint of a captured state, with the learner's own beside it; durable on return."""
         ...
 
+    async def go_back(self, step: int) -> bytes:
+        """Become what was saved as ``step``; returns the learner's own that was saved with it.
+
+        Raises:
+            VerificationError: that checkpoint is not there, or not whole.
+        """
+        ...
+
 
 class LearnerState(msgspec.Struct, frozen=True):
     """What of the learner is in a checkpoint. Cumulative figures go on where they were."""

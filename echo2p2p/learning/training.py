@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from echo2p2p.data.trajectory import Group
-from echo2p2p.learning.checkpoint import Checkpoint, save
+from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
 from echo2p2p.weights.snapshot import Snapshot
 
@@ -49,6 +49,14 @@ class ThreadTrainer:
         # Not on the trainer's thread: the next step goes on while the disk is written.
         checkpoint = Checkpoint(step, state, learner_state)
         await asyncio.to_thread(lambda: save(self._checkpoints, checkpoint, keep=self._keep))
+
+    async def go_back(self, step: int) -> bytes:
+        def restore() -> bytes:
+            checkpoint = load(folder_of(self._checkpoints, step))
+            self._trainer.load_state(checkpoint.trainer)
+            return checkpoint.learner_state
+
+        return await self._call(restore)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -34,11 +35,13 @@ from echo2p2p.errors import (
     Echo2p2pError,
     EngineError,
     FingerprintMismatch,
+    OutOfDisk,
     OutOfMemory,
     ResourceError,
     SettingsError,
     SwarmError,
     TaskError,
+    UnsoundWeights,
     VerificationError,
 )
 from echo2p2p.rollout.engine import Completion, InferenceEngine
@@ -48,6 +51,7 @@ from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_ADDRESSES, ManifestRecord, WorkerAdvert
 from echo2p2p.swarm.word import LearnerWord
 from echo2p2p.telemetry.events import EventLog
+from echo2p2p.weights.gate import check as check_sound
 from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
 
 log = logging.getLogger("echo2p2p.worker")
@@ -118,6 +122,7 @@ class Worker:
         self._fingerprint = ""
         self._disowned = False
         self._life = 0
+        self._no_room_since: float | None = None
         self._built_for: TaskSpec | None = None
         self._failures = 0
         self._retry_alone = 0
@@ -263,9 +268,21 @@ class Worker:
                 continue
             try:
                 fetched = await self._subscriber.fetch(record, announced=self._announced)
+                self._found_room(record.version)
+                # What the learner signed is checked all the same: an engine that holds NaN rolls out nothing.
+                await self._clock.offload(partial(check_sound, fetched.snapshot))
                 if self._engine is None:
                     self._built_for = self._session.task
                     self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
+            except UnsoundWeights as error:
+                log.error("version %d is not installed: %s", record.version, error)
+                self._events.emit("version_refused", version=record.version, reason=error.message)
+                continue
+            except OutOfDisk as error:
+                self._wait_for_room(record.version, error)
+                await asyncio.sleep(FETCH_RETRY_S)
+                self._new_head.set()
+                continue
             except (SwarmError, VerificationError, ResourceError) as error:
                 log.warning("version %d could not be fetched, trying again: %s", record.version, error)
                 await asyncio.sleep(FETCH_RETRY_S)
@@ -274,6 +291,18 @@ class Worker:
             if life == self._life:
                 self._fetched = fetched
                 self._wake.set()
+
+    def _wait_for_room(self, version: int, error: OutOfDisk) -> None:
+        if self._no_room_since is None:
+            self._no_room_since = self._clock.monotonic()
+            self._events.emit("disk_full", version=version, reason=error.message)
+            log.error("version %d waits for room on the disk: %s", version, error)
+
+    def _found_room(self, version: int) -> None:
+        if self._no_room_since is not None:
+            waited_s = self._clock.monotonic() - self._no_room_since
+            self._no_room_since = None
+            self._events.emit("disk_has_room", version=version, waited_s=waited_s)
 
     async def _install(self, engine: InferenceEngine, fetched: Fetched) -> None:
         version = fetched.manifest.version

@@ -60,6 +60,11 @@ class ModelledTrainer:
     async def save(self, step: int, state: tuple[int, ...], learner_state: bytes) -> None:
         self.checkpoints.append(ModelledCheckpoint(step, state, learner_state))
 
+    async def go_back(self, step: int) -> bytes:
+        checkpoint = next(each for each in reversed(self.checkpoints) if each.step == step)
+        self.restore(checkpoint)
+        return checkpoint.learner_state
+
     def restore(self, checkpoint: ModelledCheckpoint) -> None:
         """Become what the trainer was when ``checkpoint`` was taken."""
         self.step = checkpoint.step

@@ -88,10 +88,35 @@ KINDS: Mapping[str, Kind] = {
             "patch_bytes": "size of the patch on the version before; 0 if the version travels whole",
             "patches": "patches that it lists: workers behind by no more versions need not fetch the whole",
             "chain_bytes": "size of all these patches together",
-            "gate": "what the publication gate found, where it ran",
+            "gate": "largest change of a tensor, in multiples of its RMS, and whose: {change, tensor}",
             "members": "workers that relay it",
             "prepare_s": "from the start of the publication, where T_bcast starts too, to the announcement",
         },
+    ),
+    "withheld": Kind(
+        "learner",
+        "the gate refused weights: they were not published",
+        {"version": "policy version that they would have been", "reason": "which tensor, and what is wrong"},
+    ),
+    "rolled_forward": Kind(
+        "learner",
+        "training goes on from the last good weights, as a new version",
+        {
+            "version": "the new version",
+            "good_version": "whose weights and optimizer it has",
+            "prompts": "trained since, and to be trained again",
+            "in_a_row": "times since weights that were trained could be published",
+        },
+    ),
+    "disk_full": Kind(
+        "any",
+        "a version waits for room on the disk",
+        {"version": "policy version", "reason": "where there is no room"},
+    ),
+    "disk_has_room": Kind(
+        "any",
+        "that wait is over",
+        {"version": "policy version", "waited_s": "how long it took"},
     ),
     "ready": Kind(
         "learner",
@@ -214,6 +239,11 @@ KINDS: Mapping[str, Kind] = {
             "arrivals": "as in ready, always up to 64",
             "sources": "{peer: chunk bytes that it sent}, of the 64 who sent most",
         },
+    ),
+    "version_refused": Kind(
+        "worker",
+        "a version that the learner signed is not fit to be installed; the one before serves on",
+        {"version": "policy version", "reason": "which tensor, and what is wrong"},
     ),
     "generated": Kind(
         "worker",

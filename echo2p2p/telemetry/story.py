@@ -93,6 +93,29 @@ def _way(patches: float) -> str:
     return ", by one patch" if patches == 1 else f", by {patches:.0f} patches"
 
 
+def _withheld(event: Event) -> str:
+    return f"version {clean(event.get('version'))} is not published: {clean(event.get('reason'), 200)}"
+
+
+def _rolled_forward(event: Event) -> str:
+    good, version = clean(event.get("good_version")), clean(event.get("version"))
+    return f"went on from the weights of version {good} as version {version}"
+
+
+def _disk_full(event: Event) -> str:
+    return (
+        f"version {clean(event.get('version'))} waits for room on the disk: {clean(event.get('reason'), 200)}"
+    )
+
+
+def _disk_has_room(event: Event) -> str:
+    return f"there is room on the disk again after {human_seconds(number(event.get('waited_s')))}"
+
+
+def _version_refused(event: Event) -> str:
+    return f"version {clean(event.get('version'))} is not installed: {clean(event.get('reason'), 200)}"
+
+
 _TELLERS: dict[str, Callable[[Event], str]] = {
     "run_started": _run_started,
     "worker_joined": _worker_joined,
@@ -106,4 +129,9 @@ _TELLERS: dict[str, Callable[[Event], str]] = {
     "session": _session,
     "state": _state,
     "installed": _installed,
+    "withheld": _withheld,
+    "rolled_forward": _rolled_forward,
+    "disk_full": _disk_full,
+    "disk_has_room": _disk_has_room,
+    "version_refused": _version_refused,
 }

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 from blake3 import blake3
 
-from echo2p2p.errors import ManifestError, VerificationError
+from echo2p2p.errors import ManifestError, OutOfDisk, VerificationError
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION
 from echo2p2p.swarm.network import Network
@@ -163,9 +163,16 @@ class WeightPublisher:
             return published
         if self.newest is not None and version < self.newest.manifest.version:
             raise ManifestError(f"version {version} is older than what is published")
-        manifest, body = await self._clock.offload(
-            lambda: self._cut(snapshot, fingerprint, version, tuple(members), assets)
-        )
+
+        def cut() -> tuple[Manifest, bytes]:
+            return self._cut(snapshot, fingerprint, version, tuple(members), assets)
+
+        try:
+            manifest, body = await self._clock.offload(cut)
+        except OutOfDisk:
+            # The newest version is enough to serve while this one needs the room of the others.
+            await self._clock.offload(lambda: self._store.prune(1))
+            manifest, body = await self._clock.offload(cut)
         holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
         self._newest_snapshot = snapshot

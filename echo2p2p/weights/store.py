@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 from blake3 import blake3
 
-from echo2p2p.errors import ChunkError, OutOfDisk, ProtocolError, ResourceError
+from echo2p2p.errors import ChunkError, OutOfDisk, ProtocolError, ResourceError, StoreFull
 from echo2p2p.swarm.messages import decode, encode
 from echo2p2p.weights.manifest import DIGEST_BYTES, NOTHING_SEEN, Trusted
 from echo2p2p.weights.segments import Segments
 
 Data = bytes | bytearray | memoryview
+
+_UNBOUNDED = 2**63
 
 
 class ChunkStore(Protocol):
@@ -48,6 +52,10 @@ class ChunkStore(Protocol):
         ...
 
     def has(self, digest: bytes) -> bool: ...
+
+    def room(self) -> int:
+        """How many bytes of chunks can still be put, as far as can be told."""
+        ...
 
     def pin(self, version: int, manifest: bytes, digests: Iterable[bytes]) -> None:
         """Keep a signed manifest, and note which chunks its version needs. Raises OutOfDisk."""
@@ -88,6 +96,9 @@ class MemoryStore:
     def has(self, digest: bytes) -> bool:
         return digest in self._chunks
 
+    def room(self) -> int:
+        return _UNBOUNDED
+
     def pin(self, version: int, manifest: bytes, digests: Iterable[bytes]) -> None:
         self._pins[version] = (manifest, frozenset(digests))
 
@@ -107,8 +118,15 @@ class MemoryStore:
         self._trusted = trusted
 
 
+class _Pin(msgspec.Struct, frozen=True, array_like=True):
+    """One file for both, so that a manifest never stands with the digests of another."""
+
+    manifest: bytes
+    digests: bytes
+
+
 class DiskStore:
-    """A store in a folder of its own: ``chunks/<n>.chunks``, ``pins/<version>.{manifest,digests}``.
+    """A store in a folder of its own: ``chunks/<n>.chunks``, ``pins/<version>``, ``trusted``.
 
     Args:
         root: made if missing; no other process may use it at the same time.
@@ -139,9 +157,9 @@ class DiskStore:
                 return
             used = self._chunks.used_bytes
             if used + len(data) > self._max_bytes:
-                raise OutOfDisk(
+                raise StoreFull(
                     f"the chunk store is full: {used} of {self._max_bytes} bytes are in use",
-                    hint="allow it more bytes, or keep fewer versions",
+                    hint="raise weights.max_store_gib, or keep fewer versions",
                 )
             with _worded(f"chunk {digest.hex()}"):
                 self._chunks.add(digest, data)
@@ -159,25 +177,27 @@ class DiskStore:
     def has(self, digest: bytes) -> bool:
         return digest in self._chunks
 
+    def room(self) -> int:
+        try:
+            free = shutil.disk_usage(self._pins_dir).free
+        except OSError:
+            free = _UNBOUNDED  # to be found out by putting
+        return min(free, self._max_bytes - self._chunks.used_bytes)
+
     def pin(self, version: int, manifest: bytes, digests: Iterable[bytes]) -> None:
-        # The manifest comes last: a pin counts from the moment that it is there.
-        self._write(self._pins_dir / f"{version}.digests", b"".join(sorted(digests)))
-        self._write(self._pins_dir / f"{version}.manifest", manifest)
+        self._write(self._pins_dir / str(version), encode(_Pin(manifest, b"".join(sorted(digests)))))
 
     def manifests(self) -> dict[int, bytes]:
-        return {
-            version: (self._pins_dir / f"{version}.manifest").read_bytes()
-            for version in self._pinned_versions()
-        }
+        return {version: pin.manifest for version, pin in self._pins().items()}
 
     def prune(self, keep_versions: int) -> None:
-        versions = self._pinned_versions()
-        for version in versions[:-keep_versions]:
-            (self._pins_dir / f"{version}.manifest").unlink(missing_ok=True)
-            (self._pins_dir / f"{version}.digests").unlink(missing_ok=True)
+        pins = self._pins()
+        for version in list(pins)[:-keep_versions]:
+            (self._pins_dir / str(version)).unlink(missing_ok=True)
+            del pins[version]
         needed: set[bytes] = set()
-        for version in versions[-keep_versions:]:
-            listed = (self._pins_dir / f"{version}.digests").read_bytes()
+        for pin in pins.values():
+            listed = pin.digests
             needed.update(listed[at : at + DIGEST_BYTES] for at in range(0, len(listed), DIGEST_BYTES))
         with self._lock, _worded("the chunks of the versions that are kept"):
             self._chunks.retain(needed.__contains__)
@@ -199,8 +219,19 @@ class DiskStore:
     def remember(self, trusted: Trusted) -> None:
         self._write(self._trusted_path, encode(trusted))
 
-    def _pinned_versions(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._pins_dir.glob("*.manifest") if path.stem.isdecimal())
+    def _pins(self) -> dict[int, _Pin]:
+        """All pins, oldest version first; one that is damaged counts for nothing, and goes."""
+        pins: dict[int, _Pin] = {}
+        for path in self._pins_dir.iterdir():
+            try:
+                pins[int(path.name)] = decode(path.read_bytes(), _Pin)
+            except FileNotFoundError:
+                continue  # pruned meanwhile
+            except (ValueError, ProtocolError):
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise ResourceError(f"{path} cannot be read: {error.strerror}") from error
+        return dict(sorted(pins.items()))
 
     def _write(self, path: Path, data: Data) -> None:
         """Bring ``data`` to ``path`` whole or not at all; it is on the disk when this returns."""

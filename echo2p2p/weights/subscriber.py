@@ -30,6 +30,8 @@ from echo2p2p.weights.timeline import Timeline
 
 _ROUNDS = 2
 """Times that everybody is asked for a manifest."""
+_PATIENCE_S = 60.0
+"""How long the version before is kept on a disk that has no room for the next one."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class WeightSubscriber:
         self._members: tuple[PeerId, ...] = ()
         self._newest: Fetched | None = None
         self._stored: dict[int, Manifest] = {}
+        self._full_since: float | None = None
 
     async def start(self) -> None:
         """Take up what an earlier life left in the store, and serve it.
@@ -139,7 +142,7 @@ class WeightSubscriber:
         self._standing.forgive()
         body = await self._manifest_body(record, peers)
         manifest = self._verifier.accept(body, record.manifest_digest)
-        await self._clock.offload(lambda: self._remember(manifest, body))
+        await self._clock.offload(lambda: self._take_note(manifest, body))
         self._members = tuple(member.peer for member in manifest.members)
         for member in manifest.members:
             self._network.know(member.peer, member.addresses)
@@ -168,10 +171,10 @@ class WeightSubscriber:
         except BaseException as error:
             self._server.drop(version)
             if isinstance(error, OutOfDisk):
-                # The engine does not need the older versions on disk; the next try has their room.
-                await self._clock.offload(lambda: self._store.prune(1))
+                await self._clock.offload(self._drop_old)
             raise
         fetch_s = self._clock.monotonic() - started
+        self._full_since = None
         holding.complete()
         self._server.keep_newest(self._keep_versions)
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
@@ -207,9 +210,36 @@ class WeightSubscriber:
         newest = self._newest
         return newest.snapshot if newest is not None and newest.manifest == way.base else None
 
-    def _remember(self, manifest: Manifest, body: bytes) -> None:
-        self._store.remember(self._verifier.trusted)
-        self._store.pin(manifest.version, body, manifest.digests())
+    def _take_note(self, manifest: Manifest, body: bytes) -> None:
+        """Remember and pin a version, and see that there is room for it before a byte of it is asked for."""
+        try:
+            self._store.remember(self._verifier.trusted)
+            self._store.pin(manifest.version, body, manifest.digests())
+        except OutOfDisk:
+            self._drop_old()
+            raise
+        store, whole = self._store, manifest.whole
+        spans = (manifest.chunk_span(at) for at in whole if not store.has(manifest.chunk_digest(at)))
+        needed = sum(end - start for start, end in spans)
+        if needed > store.room():
+            self._drop_old()
+        if needed > store.room():
+            raise OutOfDisk(
+                f"version {manifest.version} needs {needed} bytes more than are here, there is room for "
+                f"{max(0, store.room())}",
+                hint="free some disk space, or raise weights.max_store_gib",
+            )
+
+    def _drop_old(self) -> None:
+        """Make room: all but the arriving version and the one before go, and after a while that one too.
+
+        The engine holds what it serves in memory. On the disk, the version before is worth a wait, for a
+        restart and for latecomers, but not falling behind the run for good.
+        """
+        now = self._clock.monotonic()
+        if self._full_since is None:
+            self._full_since = now
+        self._store.prune(2 if now - self._full_since < _PATIENCE_S else 1)
 
     async def _manifest_body(self, record: ManifestRecord, peers: Iterable[PeerId]) -> bytes:
         """The signed manifest that ``record`` pins: from the store, the learner, or another peer."""

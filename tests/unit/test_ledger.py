@@ -123,3 +123,16 @@ def test_a_lease_of_someone_else_is_nobodys():
     assert ledger.holder(lease, 0) == "a"
     assert ledger.holder(lease, 5) is None
     assert ledger.holder(lease + 1, 0) is None
+
+
+def test_going_back_leases_again_what_was_trained_since_and_nothing_else():
+    ledger = PromptLedger()
+    lease, indices = ledger.lease("w", 6, now=0.0, duration_s=60)
+    for index in indices:
+        ledger.accept(lease, index)
+    ledger.train([0, 2])
+    before = ledger.state()
+    ledger.train([1, 4])
+    assert ledger.go_back(before) == 2
+    assert ledger.state() == before
+    assert ledger.lease("w", 4, now=0.0, duration_s=60)[1] == [1, 4, 6, 7]

@@ -146,6 +146,23 @@ def test_rollback_is_refused_also_after_a_restart() -> None:
     assert verifier.trusted.version == 7
 
 
+def test_versions_never_go_back_in_ten_thousand_steps_with_restarts() -> None:
+    signed = {v: sign(LEARNER, manifest(v)) for v in range(40)}
+    rng = random.Random(2)
+    verifier, stored, newest = ManifestVerifier(RUN), Trusted(), -1
+    for step in range(10_000):
+        if rng.random() < 0.1:
+            verifier = ManifestVerifier(RUN, trusted=stored)
+        if step % 500 == 499:
+            verifier, stored, newest = ManifestVerifier(RUN), Trusted(), -1
+        version = rng.randrange(max(0, newest - 5), min(40, newest + 3))
+        with contextlib.suppress(ManifestError):
+            assert verifier.accept(signed[version]).version >= newest
+            stored = verifier.trusted
+        assert stored.version == verifier.trusted.version >= newest
+        newest = stored.version
+
+
 def test_the_same_manifest_is_accepted_again() -> None:
     verifier = ManifestVerifier(RUN)
     for _ in range(2):
@@ -205,6 +222,13 @@ HOSTILE: list[dict[str, Any]] = [
     {"chunks": bytes(97)},
     {"chunks": bytes(128)},
     {"layout": Layout((TensorSpec("w", "uint8", (2**60,), 0, 2**60),), {})},
+    *(
+        {"layout": Layout((TensorSpec(name, "uint8", (5000,), 0, 5000),), {})}
+        for name in ["", "/w", "w\0", "a/b", "ｗ", "w\u202e", "w\n", "w" * 257]
+    ),
+    {"layout": Layout((TensorSpec("w", "pickle", (5000,), 0, 5000),), {})},
+    {"layout": Layout((TensorSpec("w", "uint8", (5000,), 0, 5000),), {"../tied": "w"})},
+    {"layout": Layout(tuple(TensorSpec(f"w{at:05}", "uint8", (0,), 0, 0) for at in range(10_001)), {})},
     {"layout": Layout((TensorSpec("../w", "uint8", (5000,), 0, 5000),), {})},
     {"layout": Layout((TensorSpec("w", "uint8", (5000,), 64, 5000),), {})},
     {"members": (Member("x" * 52, 1.0),)},
