@@ -111,7 +111,9 @@ def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, 
     figures: dict[str, Any] = {"bound_s": round(bound_s, 3)}
     rates = [(arguments.up_mbit, down_mbit), *((up, down_mbit) for up in uplinks)]
     with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as name:
-        bench = _Bench(hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat, arguments.run_dir)
+        bench = _Bench(
+            hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat, arguments.run_dir
+        )
         figures["link_mbit"] = round(measure_mbit(hosts[0], hosts[1]), 1)
         say(f"raw TCP from {rates[0][0]:g} to {rates[1][1]:g} Mbit/s: {figures['link_mbit']} Mbit/s")
         figures |= bench.relayed([way for way in ways if way != "libtorrent"])
