@@ -180,12 +180,7 @@ def predicted_s(
     return busiest + latest
 
 
-def best_tree_count(*a):
-    import os
-    return int(os.environ["ECHO_K"]) if "ECHO_K" in os.environ else _best_tree_count(*a)
-
-
-def _best_tree_count(
+def best_tree_count(
     nbytes: int,
     chunk_bytes: int,
     learner_up_mbit: float,

@@ -38,8 +38,8 @@ from echo2p2p.weights.manifest import (
     digest,
     sign,
 )
-from echo2p2p.weights.plan import best_tree_count
 from echo2p2p.weights.patch import encode
+from echo2p2p.weights.plan import best_tree_count
 from echo2p2p.weights.rebuild import rebuild
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import ChunkStore
