@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--down-mbit", type=float, help="downlink of every host; the largest uplink if not given"
     )
-    parser.add_argument("--chunk-kib", type=int, default=128)
+    parser.add_argument("--chunk-kib", type=int, default=64)
     parser.add_argument(
         "--only", default=",".join(_WAYS), help="the ways to measure, comma-separated; '' for none of them"
     )
@@ -212,8 +213,13 @@ class _Bench:
         learner, *workers = nodes
         nbytes = nbytes or self._nbytes
         links = dict(zip(nodes, self._hosts, strict=True))
-        members = [[node.peer_id, links[node].up_mbit] for node in workers] if way != "star" else []
+        members = (
+            [[node.peer_id, links[node].up_mbit, links[node].down_mbit] for node in workers]
+            if way != "star"
+            else []
+        )
         published = learner.ask({"publish": version, "members": members, "nbytes": nbytes})
+        ask_all(workers, {"ready": True})
         usage = _Usage([links[node] for node in nodes if node not in faulty])
         started = time.monotonic()
         for node in workers:
@@ -264,8 +270,9 @@ def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:
     ):
         for version in range(arguments.repeat + 1):
             size = nbytes if version else _WARM_UP_BYTES
-            members = [[worker.peer_id, 1.0]]
+            members = [[worker.peer_id, 1.0, 1.0]]
             record = learner.ask({"publish": version, "members": members, "nbytes": size})["record"]
+            worker.ask({"ready": True})
             started = time.monotonic()
             seconds = worker.ask({"fetch": record})["done"] - started
             bare_s = worker.ask({"bare": learner.peer_id, "nbytes": size})["seconds"]
@@ -283,7 +290,8 @@ def _joined(hosts: Sequence[Host | None], folder: Path, chunk_bytes: int) -> Ite
         joining: dict[str, Any] = {"chunk_bytes": chunk_bytes}
         for at, host in enumerate(hosts):
             address = host.address if host is not None else "127.0.0.1"
-            own = {"folder": str(folder / str(at)), "address": address}
+            up_mbit = host.up_mbit if host is not None else math.inf
+            own = {"folder": str(folder / str(at)), "address": address, "up_mbit": up_mbit}
             nodes.append(Node(module, joining | own, host))
             if not at:
                 learner = nodes[0].answer()

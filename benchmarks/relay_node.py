@@ -56,14 +56,16 @@ async def _node(settings: dict[str, Any]) -> None:
         if "run" in settings:
             await _work(network, folder, settings["run"])
         else:
-            await _learn(network, folder, settings["chunk_bytes"])
+            await _learn(network, folder, settings["chunk_bytes"], settings["up_mbit"])
     finally:
         await network.close()
 
 
-async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int) -> None:
+async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int, up_mbit: float) -> None:
     run = f"bench@{network.peer_id}"
-    publisher = WeightPublisher(network, run, DiskStore(folder / "store"), chunk_bytes=chunk_bytes)
+    publisher = WeightPublisher(
+        network, run, DiskStore(folder / "store"), chunk_bytes=chunk_bytes, upload_mbit=up_mbit
+    )
     await publisher.start()
     snapshot = _random_snapshot(0)
 
@@ -79,7 +81,10 @@ async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int) -> No
             case {"publish": version, "members": members, "nbytes": nbytes}:
                 snapshot = _random_snapshot(nbytes)
                 published = await publisher.publish(
-                    snapshot, version, [Member(peer, up_mbit) for peer, up_mbit in members], {}
+                    snapshot,
+                    version,
+                    [Member(peer, up_mbit, download_mbit=down_mbit) for peer, up_mbit, down_mbit in members],
+                    {},
                 )
                 record = published.record
                 fields = [
@@ -100,8 +105,11 @@ async def _work(network: HivemindNetwork, folder: Path, run: str) -> None:
     answer({"peer_id": network.peer_id})
     async for message in _messages():
         match message:
-            case {"fetch": fields}:
+            case {"ready": _}:
+                # Not in the measured time, as it would not be in that of a worker.
                 gc.collect()
+                answer({})
+            case {"fetch": fields}:
                 started = time.monotonic()
                 fetched = await subscriber.fetch(ManifestRecord(*fields))
                 newest = fetched.snapshot

@@ -106,6 +106,9 @@ class LearnerSettings(Section):
     staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
         3, description="S: no trained token comes from a policy more than this many versions old"
     )
+    upload_mbit: Positive | None = Field(
+        None, description="uplink of the learner, Mbit/s, for the choice of the relay plan; empty: no limit"
+    )
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="publish every κ steps; empty: max(1, S − 1)"
     )
@@ -194,7 +197,9 @@ class WorkerSettings(Section):
 class WeightsSettings(Section):
     """How policy versions travel."""
 
-    chunk_kib: Annotated[int, Field(ge=4, le=4096)] = Field(256, description="size of a chunk")
+    chunk_kib: Annotated[int, Field(ge=4, le=4096)] = Field(
+        64, description="size of the smallest chunks; large snapshots are cut into larger ones"
+    )
     keep_versions: Annotated[int, Field(ge=1, le=1000)] = Field(
         3, description="versions kept on disk and served"
     )

@@ -10,6 +10,7 @@ decides which. The command line calls it, and so can any program::
 from __future__ import annotations
 
 import asyncio
+import math
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -166,6 +167,7 @@ async def run_learner(
             keep_versions=settings.weights.keep_versions,
             max_patch_share=settings.weights.max_patch_share,
             patch_chain=settings.weights.patch_chain,
+            upload_mbit=settings.learner.upload_mbit or math.inf,
         )
         await publisher.start()
         state = None

@@ -135,7 +135,9 @@ class Publication:
         await self._save(capture)
         self.log_relayed()
         active = self._provisioner.active
-        members = [Member(s.peer, s.advert.upload_mbit, s.advert.addresses) for s in active]
+        members = [
+            Member(s.peer, s.advert.upload_mbit, s.advert.addresses, s.advert.download_mbit) for s in active
+        ]
         published = await self._with_room(
             version, lambda: self._publisher.publish(capture.snapshot, version, members, self._assets)
         )

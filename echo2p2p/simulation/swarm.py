@@ -69,7 +69,12 @@ class SimulatedRun:
         network = self.swarm.add_peer(self.identity, upload_mbit=self.learner_upload_mbit)
         events = EventLog(self.events, role="learner", peer=network.peer_id, clock=network.clock)
         publisher = WeightPublisher(
-            network, self.run, self.store, chunk_bytes=self.settings.weights.chunk_kib * 1024, keep_versions=3
+            network,
+            self.run,
+            self.store,
+            chunk_bytes=self.settings.weights.chunk_kib * 1024,
+            keep_versions=3,
+            upload_mbit=self.learner_upload_mbit,
         )
         await publisher.start()
         state = None

@@ -46,8 +46,11 @@ from echo2p2p.weights.store import ChunkStore
 
 log = logging.getLogger("echo2p2p.weights")
 
-DEFAULT_CHUNK_BYTES = 128 * 1024
+DEFAULT_CHUNK_BYTES = 64 * 1024
 """Small enough that forwarding is nearly cut-through, large enough that requests and hashes cost little."""
+_ENOUGH_CHUNKS = 4096
+"""More of them only cost: with so many, the time of one chunk is lost in that of all, however deep the trees."""
+_LARGE_CHUNK_BYTES = 2**20
 DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
 DEFAULT_PATCH_CHAIN = 16
@@ -200,6 +203,8 @@ class WeightPublisher:
     ) -> tuple[Manifest, bytes]:
         """Store every chunk and asset and the signed manifest; blocks."""
         chunk_bytes = self._chunk_bytes
+        while len(snapshot.data) > chunk_bytes * _ENOUGH_CHUNKS and chunk_bytes < _LARGE_CHUNK_BYTES:
+            chunk_bytes *= 2
         while len(snapshot.data) * (1 + self._max_patch_share) > chunk_bytes * self._limits.max_chunks:
             chunk_bytes *= 2
         chunks = self._store_chunks(snapshot.data, chunk_bytes)

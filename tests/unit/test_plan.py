@@ -8,56 +8,130 @@ from hypothesis import strategies as st
 
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.weights.manifest import Member
-from echo2p2p.weights.plan import fluid_bound_s, relay_plan
+from echo2p2p.weights.plan import RelayPlan, best_tree_count, fluid_bound_s, predicted_s, relay_plan, trees
 from echo2p2p.weights.schedule import MAX_FAILURES, Schedule
 
-PEERS = [Identity.from_seed(bytes([at]) * 32).peer_id for at in range(12)]
+PEERS = [Identity.from_seed(bytes([at]) * 32).peer_id for at in range(40)]
 LEARNER = Identity.from_seed(b"l" * 32).peer_id
 
-uplinks = st.lists(st.floats(0, 10_000, allow_subnormal=False), min_size=1, max_size=12)
+uplinks = st.lists(st.floats(0, 10_000, allow_subnormal=False), min_size=1, max_size=40)
 
 
-def members(rates: list[float]) -> list[Member]:
-    return [Member(peer, rate) for peer, rate in zip(PEERS, rates, strict=False)]
+def members(rates: list[float], down: float = 0.0) -> list[Member]:
+    return [Member(peer, rate, download_mbit=down) for peer, rate in zip(PEERS, rates, strict=False)]
 
 
-@given(st.integers(0, 400), uplinks)
-def test_shares_follow_the_uplinks_and_are_interleaved(n_chunks: int, rates: list[float]) -> None:
-    plan = relay_plan(n_chunks, members(rates))
+def plan_for(n_chunks: int, rates: list[float], k: int, **options: int) -> RelayPlan:
+    listed = members(rates)
+    return relay_plan(n_chunks, options.get("n_whole", n_chunks), listed, k, options.get("k_patch", 1))
+
+
+@given(uplinks, st.integers(1, 40))
+def test_trees_reach_everybody_and_nobody_forwards_in_two(rates: list[float], k: int) -> None:
+    planned = trees(rates, k)
+    assert 1 <= len(planned) <= k
+    assert math.isclose(sum(tree.share for tree in planned), 1)
+    forwarders = [at for tree in planned for at, children in enumerate(tree.children) if children]
+    assert len(forwarders) == len(set(forwarders))
+    for tree in planned:
+        assert sorted(tree.top_down) == list(range(len(rates)))
+        places = {at: place for place, at in enumerate(tree.top_down)}
+        for at, parent in enumerate(tree.parent):
+            assert parent == -1 or places[parent] < places[at]
+    if any(rates):
+        assert all(rates[at] > 0 for at in forwarders)
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=300), st.integers(1, 32), st.integers(1, 40))
+def test_nobody_has_more_children_than_the_limit(rates: list[float], k: int, limit: int) -> None:
+    for tree in trees(rates, k, limit):
+        inside = sum(1 for children in tree.children if children)
+        least = -(-(len(rates) - 1) // max(1, inside))
+        assert max(map(len, tree.children)) <= max(limit, least)
+
+
+def test_equal_links_make_a_chain_of_one_tree_and_stripes_of_as_many_as_there_are_members() -> None:
+    (chain,) = trees([50.0] * 8, 1)
+    assert max(map(len, chain.children)) == 1
+    stripes = trees([50.0] * 8, 8)
+    assert [len(tree.children[tree.root]) for tree in stripes] == [7] * 8
+    assert {tree.root for tree in stripes} == set(range(8))
+
+
+@given(st.integers(0, 400), st.lists(st.floats(1, 100), min_size=1, max_size=12), st.integers(1, 12))
+def test_chunks_are_dealt_by_the_shares_of_the_trees(n_chunks: int, rates: list[float], k: int) -> None:
+    plan = plan_for(n_chunks, rates, k)
     counts = Counter(plan.first_holder(chunk) for chunk in range(n_chunks))
-    weights = {peer: rate for peer, rate in zip(PEERS, rates, strict=False) if rate > 0}
-    if not weights:
-        weights = dict.fromkeys(PEERS[: len(rates)], 1.0)
-    assert set(counts) <= set(weights) == set(plan.relays)
-    for peer, weight in weights.items():
-        assert abs(counts[peer] - n_chunks * weight / math.fsum(weights.values())) <= len(rates) / 2 + 1
+    for tree in trees(rates, k):
+        assert abs(counts[PEERS[tree.root]] - n_chunks * tree.share) <= len(rates) / 2 + 1
 
 
-@given(st.integers(1, 60), uplinks)
-def test_every_peer_computes_the_same_plan_and_every_order_names_each_relay_once(
-    n_chunks: int, rates: list[float]
+@given(st.integers(1, 60), st.lists(st.floats(0, 100), min_size=1, max_size=12), st.integers(1, 12))
+def test_every_chunk_comes_from_somebody_who_gets_it_before(
+    n_chunks: int, rates: list[float], k: int
 ) -> None:
-    one, other = relay_plan(n_chunks, members(rates)), relay_plan(n_chunks, members(list(rates)))
+    plan = plan_for(n_chunks, rates, k, n_whole=n_chunks // 2, k_patch=3)
     for chunk in range(n_chunks):
-        order = list(one.order(chunk))
-        assert order == list(other.order(chunk))
-        assert order[0] == one.first_holder(chunk)
-        assert sorted(order) == sorted(one.relays)
+        ahead = {me: list(plan.ahead(chunk, me)) for me in plan.relays}
+        assert [me for me in plan.relays if not ahead[me]] == [plan.first_holder(chunk)]
+        assert all(plan.source(chunk, me) == next(iter(ahead[me]), None) for me in plan.relays)
+        # Nobody waits for a peer that waits for it: to be ahead is an order.
+        for me, before in ahead.items():
+            assert len(before) == len(set(before))
+            assert all(me not in ahead[peer] for peer in before)
+        assert sorted(plan.others(chunk)) == sorted(plan.relays)
+        assert plan.first_holder(chunk) in plan.ahead(chunk, LEARNER)
 
 
-def test_the_stripe_of_one_relay_is_spread_over_all_deputies() -> None:
-    plan = relay_plan(800, members([50.0] * 8))
-    deputies = Counter(
-        list(plan.order(chunk))[1] for chunk in range(800) if plan.first_holder(chunk) == PEERS[0]
+def test_a_member_that_is_gone_is_stood_in_for_by_another_of_its_children_for_each_chunk() -> None:
+    plan = plan_for(800, [50.0] * 8, 8)
+    eldest = Counter(
+        next(me for me in PEERS[1:8] if list(plan.ahead(chunk, me)) == [PEERS[0]])
+        for chunk in range(800)
+        if plan.first_holder(chunk) == PEERS[0]
     )
-    assert set(deputies) == set(PEERS[1:8])
-    assert max(deputies.values()) <= 2 * min(deputies.values())
+    assert set(eldest) == set(PEERS[1:8])
+    assert max(eldest.values()) <= 2 * min(eldest.values())
+
+
+def test_in_a_chain_the_one_before_stands_in() -> None:
+    plan = plan_for(10, [50.0] * 5, 1)
+    order = sorted(PEERS[:5], key=lambda me: len(list(plan.ahead(0, me))))
+    for place, me in enumerate(order):
+        assert list(plan.ahead(7, me)) == order[:place][::-1]
 
 
 def test_without_members_there_is_nobody_to_relay() -> None:
-    plan = relay_plan(5, [])
+    plan = plan_for(5, [], 1)
     assert plan.relays == ()
-    assert list(plan.order(3)) == []
+    assert plan.source(3, PEERS[0]) is None
+    assert list(plan.others(3)) == []
+    assert best_tree_count(10**9, 2**16, 100, []) == 1
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "learner", "ups", "down", "expected"),
+    [
+        (64 * MIB, 50.0, [50.0] * 8, 50.0, 1),  # full links that are all alike: one flow on each
+        (32 * MIB, 20.0, [20.0] * 16, 20.0, 1),
+        (32 * MIB, 20.0, [40.0, 40.0, 20.0, 20.0, 8.0, 8.0, 8.0, 8.0], 80.0, 3),
+        (10_000, 20.0, [20.0] * 8, 20.0, 8),  # so little that only the hops count
+    ],
+)
+def test_the_number_of_trees_follows_from_the_links(
+    nbytes: int, learner: float, ups: list[float], down: float, expected: int
+) -> None:
+    assert best_tree_count(nbytes, 2**16, learner, members(ups, down)) == expected
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=12), st.integers(1, 12), st.floats(1, 100))
+def test_no_prediction_is_below_the_fluid_bound(rates: list[float], k: int, learner: float) -> None:
+    nbytes, downs = 10 * MIB, [150.0] * len(rates)
+    predicted = predicted_s(trees(rates, k), nbytes, 2**16, learner, rates, downs)
+    assert predicted >= fluid_bound_s(nbytes, learner, rates, downs) * (1 - 1e-9) - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -82,7 +156,7 @@ def test_the_bound_is_at_least_each_of_its_parts(learner: float, ups: list[float
 
 
 def schedule(me: str = PEERS[0], n_chunks: int = 40, n: int = 4, **options: object) -> Schedule:
-    plan = relay_plan(n_chunks, members([50.0] * n))
+    plan = plan_for(n_chunks, [50.0] * n, max(1, n))
     return Schedule(n_chunks, plan, me=me, learner=LEARNER, **options)  # type: ignore[arg-type]
 
 
@@ -92,7 +166,7 @@ def take_all(it: Schedule, source: str) -> list[int]:
 
 def test_a_member_asks_the_learner_for_its_own_stripe_and_each_member_for_its() -> None:
     it = schedule()
-    plan = relay_plan(40, members([50.0] * 4))
+    plan = plan_for(40, [50.0] * 4, 4)
     asked = {source: take_all(it, source) for source in (LEARNER, *PEERS[:4])}
     assert asked[PEERS[0]] == []
     for source, owner in zip([LEARNER, *PEERS[1:4]], PEERS[:4], strict=True):
@@ -102,7 +176,8 @@ def test_a_member_asks_the_learner_for_its_own_stripe_and_each_member_for_its() 
 def test_a_late_joiner_asks_the_members_and_not_the_learner() -> None:
     it = schedule(me=PEERS[11])
     assert it.load(LEARNER) == 0
-    assert {it.load(peer) for peer in PEERS[:4]} == {10}
+    assert sum(it.load(peer) for peer in PEERS[:4]) == 40
+    assert all(7 <= it.load(peer) <= 13 for peer in PEERS[:4])
 
 
 def test_when_a_holder_is_gone_for_all_its_stripe_leaves_the_learner_once_more_not_once_a_peer() -> None:
