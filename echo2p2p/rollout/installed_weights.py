@@ -160,8 +160,8 @@ class InstalledWeights:
         bits = _BITS[held.element_size()]
         if not held.is_contiguous():
             # Its words do not lie in the order in which they are counted.
-            nothing = torch.empty(0, dtype=torch.int64)
-            return _Write(nothing, nothing, nothing, ((held, new),))
+            nothing, at = torch.empty(2, 0, dtype=bits), torch.empty(0, dtype=torch.int64)
+            return _Write(nothing[0], at, nothing[1], ((held, new),))
         words, new_words = held.reshape(-1).view(bits), new.reshape(-1).view(bits)
         return _Write(
             words,
