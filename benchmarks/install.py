@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config
 
-from echo2p2p.data.trajectory import Sampling
 from echo2p2p.data.policy import build_model
+from echo2p2p.data.trajectory import Sampling
 from echo2p2p.rollout.transformers_engine import TransformersEngine
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.weights.difference import difference
@@ -118,7 +118,9 @@ def _policy(folder: Path, layers: int) -> Snapshot:
         dtype="bfloat16",
     ).save_pretrained(folder)
     torch.manual_seed(layers)
-    return from_state_dict(build_model(folder, dtype=torch.bfloat16, device="cpu", weights=False).state_dict())
+    return from_state_dict(
+        build_model(folder, dtype=torch.bfloat16, device="cpu", weights=False).state_dict()
+    )
 
 
 def _moved(base: Snapshot, share: float, rng: np.random.Generator) -> Snapshot:
@@ -256,7 +258,9 @@ async def _publish(folder: Path, snapshot: Snapshot, publications: int) -> list[
     async with MemorySwarm(seed=0) as swarm:
         learner, worker = swarm.add_peer(), swarm.add_peer()
         run = f"install@{learner.peer_id}"
-        publisher = WeightPublisher(learner, run, DiskStore(folder / "learner", 10**10), chunk_bytes=_CHUNK_BYTES)
+        publisher = WeightPublisher(
+            learner, run, DiskStore(folder / "learner", 10**10), chunk_bytes=_CHUNK_BYTES
+        )
         subscriber = WeightSubscriber(worker, run, DiskStore(folder / "worker", 10**10))
         await publisher.start()
         await subscriber.start()

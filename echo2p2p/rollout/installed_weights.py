@@ -80,7 +80,8 @@ class InstalledWeights:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._state.values())).device
+        device: torch.device = next(iter(self._state.values())).device
+        return device
 
     def release(self) -> None:
         """Let go of the model and of the held snapshot; nothing can be done with this any more."""
@@ -202,8 +203,8 @@ class InstalledWeights:
                 )
         tied = layout_of(self._state).aliases
         if tied != snapshot.layout.aliases:
-            odd = sorted(tied.items() ^ snapshot.layout.aliases.items())
-            raise EngineError(f"version {version} and the model tie other tensors: {odd[:4]} ({len(odd)})")
+            odd = sorted(tied.keys() ^ snapshot.layout.aliases.keys()) or sorted(tied)
+            raise EngineError(f"version {version} and the model do not tie the same tensors: {odd[:4]}")
 
 
 def _write(writes: tuple[_Write, ...]) -> None:

@@ -316,7 +316,9 @@ async def test_a_staged_version_ends_on_the_bits_of_a_whole_one(tmp_path, dtype,
         assert engine.version == version
         assert await engine.fingerprint() == snapshot.fingerprint()
         await other.install(snapshot, version)
-        answers = [await each.generate(PROMPTS, n_samples=2, sampling=SAMPLED, seed=9) for each in (engine, other)]
+        answers = [
+            await each.generate(PROMPTS, n_samples=2, sampling=SAMPLED, seed=9) for each in (engine, other)
+        ]
         assert flat(answers[0]) == flat(answers[1])
     await engine.close()
     await other.close()
