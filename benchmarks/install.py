@@ -8,11 +8,11 @@ last line on stdout is one JSON object:
 
 * ``pause_s``: how long generation stood still for a version with 1 % of its words changed; best of a few, as all
   times. ``pause_full_s``: the same where every tensor is written and the result is proven before generation goes on;
-* ``by_share``: for 0.1 %, 1 % and 10 %: ``pause_s``; ``written_mb``, in units of 10⁶ bytes, whole blocks where most of
-  a block's cache lines changed; ``staged_s``: from the call of ``stage`` to
-  its end, beside generation; ``proven_s``: reading back, beside generation; ``tokens_per_s`` meanwhile;
+* ``by_share``: for 0.1 %, 1 % and 10 %: ``pause_s``; ``written_mb``: 10⁶ bytes written in the pause, which are whole
+  blocks where many words of a block changed; ``staged_s``: from the call of ``stage`` to its end, beside generation;
+  ``proven_s``: reading back, beside generation; ``tokens_per_s`` meanwhile;
 * ``copy_s``: writing every tensor and nothing else, what a pause costs that does not look at what changed;
-* ``by_size``: the pause for the same number of changed bytes in this policy and in one a third of its size;
+* ``by_size``: the pause for the same number of changed bytes in this policy and in one of a third of its layers;
 * ``rss_slope_mb``: growth of resident memory per publication, by a least-squares line through the second half of
   ``publications``, each with 1 % changed, from the publisher over the memory network to the subscriber and into the
   engine; ``rss_mb``: first, last and largest sample of that half.
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=32, help="of the large policy, each 15 MB")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--publications", type=int, default=100)
-    parser.add_argument("--published-layers", type=int, default=4, help="of the policy that is published")
+    parser.add_argument("--published-layers", type=int, default=1, help="of the policy that is published")
     return parser
 
 
