@@ -72,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
+    # First, so that no growth hides in what the allocator has kept of larger policies.
+    published = _policy(folder / "published", arguments.published_layers)
+    samples = await _publish(folder, published, arguments.publications)
+    settled = np.array(samples[len(samples) // 2 :])
+    slope, _ = np.polyfit(np.arange(settled.size), settled, 1)
     large = _policy(folder / "large", arguments.layers)
     async with _Generating(folder / "large", large) as engine:
         figures["policy_mb"] = round(len(large.data) / 1e6)
@@ -85,11 +90,6 @@ async def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
         share = _SHARE_OF_LARGE * len(large.data) / len(small.data)
         by_size.append(await engine.size(share, arguments.repeats, await engine.full(arguments.repeats)))
     figures["by_size"] = by_size
-    del large, small
-    published = _policy(folder / "published", arguments.published_layers)
-    samples = await _publish(folder, published, arguments.publications)
-    settled = np.array(samples[len(samples) // 2 :])
-    slope, _ = np.polyfit(np.arange(settled.size), settled, 1)
     figures["rss_slope_mb"] = round(float(slope), 4)
     figures["rss_mb"] = [round(float(each), 1) for each in (settled[0], settled[-1], settled.max())]
     figures["publications"] = len(samples)
