@@ -162,7 +162,7 @@ async def test_a_member_with_a_tenth_of_its_announced_uplink_is_relieved(world: 
 @virtual()
 async def test_a_fetch_that_has_ended_holds_no_buffer_until_the_garbage_collector_comes(world: World) -> None:
     await world.fetch(await world.publish(0))
-    assert not any(each._buffer for each in gc.get_objects() if isinstance(each, Fetch))
+    assert not any(each._buffer for each in gc.get_objects() if type(each) is Fetch)
 
 
 @virtual()
