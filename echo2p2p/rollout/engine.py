@@ -5,7 +5,7 @@ Real engines stand beside this module; the modelled one is in :mod:`echo2p2p.sim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,12 +34,25 @@ class Completion:
     finish: str
 
 
+Swap = Callable[[], Awaitable[None]]
+"""Puts a staged version in the place of the one before. Called once, while nothing is generated.
+
+Raises EngineError or OutOfMemory if that fails; then the version before is whole.
+"""
+
+
 class InferenceEngine(Protocol):
-    """Generates under one installed policy version. Not thread-safe: one call at a time."""
+    """Generates under one policy version at a time.
+
+    A version comes in three steps, so that generation pauses only for the second: :meth:`stage` while the version
+    before generates, the swap between two batches, :meth:`fingerprint` while the new one generates already.
+    :meth:`generate`, a swap and :meth:`install` are called one at a time; the two others may run beside
+    :meth:`generate`, one at a time as well.
+    """
 
     @property
     def version(self) -> int:
-        """The installed policy version; −1 before the first install."""
+        """The policy version that was swapped in last; −1 before the first."""
         ...
 
     async def generate(
@@ -60,8 +73,25 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def stage(self, snapshot: Snapshot, version: int) -> Swap:
+        """Do everything that can be done for ``version`` without touching what generates.
+
+        Returns:
+            The swap, which also drops every cache of the old policy. Right whatever was swapped in since; what it
+            writes is small if ``version`` differs little from what the engine held when it was staged.
+
+        Raises:
+            EngineError: the snapshot does not fit the model.
+            OutOfMemory: there is no room to stage it.
+        """
+        ...
+
+    async def fingerprint(self) -> str:
+        """The fingerprint of what the engine really holds, read back from it. A swap waits for its end."""
+        ...
+
     async def install(self, snapshot: Snapshot, version: int) -> str:
-        """Swap in the weights of ``version`` and drop every cache of the old policy.
+        """Swap in ``version`` by writing everything, whatever the engine is believed to hold.
 
         Returns:
             The fingerprint of what the engine really holds afterwards, read back from it.

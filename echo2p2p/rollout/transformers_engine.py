@@ -1,8 +1,9 @@
 """The inference engine on plain transformers: for CPUs, small policies and machines without vLLM.
 
 Guarantees: completions and log-probabilities depend on nothing but policy, prompts, sampling and seed; an
-install is checked whole before the first byte is touched, and is undone if it fails; all compute runs on one
-thread of the engine's own, so the caller's loop never stalls, and calls queue in order.
+install is checked whole before the first byte is touched, and is undone if it fails; all that generates or writes
+weights runs on one thread of the engine's own, so the caller's loop never stalls, and calls queue in order. Versions
+are staged and read back on a second thread, beside generation.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from echo2p2p.data.policy import (
-    DTYPES,
     build_model,
     eos_token_ids,
     load_config,
@@ -28,10 +26,11 @@ from echo2p2p.data.policy import (
     vocabulary_size,
 )
 from echo2p2p.data.trajectory import Sampling
-from echo2p2p.errors import EngineError, OutOfMemory
+from echo2p2p.errors import EngineError
 from echo2p2p.rollout.decoding import Rows, decode
-from echo2p2p.rollout.engine import Completion
-from echo2p2p.weights.snapshot import Snapshot, fingerprint_of
+from echo2p2p.rollout.engine import Completion, Swap
+from echo2p2p.rollout.installed_weights import InstalledWeights, memory_errors
+from echo2p2p.weights.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -71,22 +70,20 @@ class TransformersEngine:
         attention: str = "sdpa",
     ) -> None:
         self._model = build_model(policy_dir, dtype=dtype, device=device, weights=False, attention=attention)
-        self._state = self._model.state_dict()
-        self._adopts_dtype = dtype is None
+        self._weights = InstalledWeights(self._model, adopts_dtype=dtype is None)
         self._eos = eos_token_ids(policy_dir)
         self._vocabulary = vocabulary_size(self._model)
         self._max_positions = max_positions(load_config(policy_dir))
         self._max_batch_tokens = max_batch_tokens
-        self._version = -1
-        self._installed: Snapshot | None = None
         self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="engine", initializer=_prepare_thread, initargs=(threads,)
+        self._thread, self._beside = (
+            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_prepare_thread, initargs=(n_threads,))
+            for name, n_threads in (("engine", threads), ("engine-beside", 1))
         )
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._weights.version
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], *, n_samples: int, sampling: Sampling, seed: int
@@ -109,28 +106,42 @@ class TransformersEngine:
             cancelled.set()
             raise
 
+    async def stage(self, snapshot: Snapshot, version: int) -> Swap:
+        """Get ``version`` ready beside generation; see the protocol. The swap writes only what changed."""
+        staged = await self._run(lambda: self._weights.stage(snapshot, version), self._beside)
+
+        async def swap() -> None:
+            await self._run(lambda: self._weights.swap(staged))
+
+        return swap
+
+    async def fingerprint(self) -> str:
+        """Of what the model really holds; see the protocol."""
+        return await self._run(self._weights.read_back, self._beside)
+
     async def install(self, snapshot: Snapshot, version: int) -> str:
-        """Swap in ``version``; see the protocol. Once begun it is finished, whoever gives up waiting."""
-        return await self._run(lambda: self._install(snapshot, version))
+        """Write all of ``version``; see the protocol. Once begun it is finished, whoever gives up waiting."""
+        return await self._run(lambda: self._weights.install(snapshot, version))
 
     async def close(self) -> None:
-        """End the engine's thread and free its model. A decode under way stops at its next token."""
+        """End the engine's threads and free its model. A decode under way stops at its next token."""
         self._closing.set()
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
-        self._state, self._installed = {}, None
+        for thread in (self._thread, self._beside):
+            await asyncio.to_thread(thread.shutdown, wait=True, cancel_futures=True)
+        self._weights.release()
         self._model = torch.nn.Module()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            future = asyncio.get_running_loop().run_in_executor(thread or self._thread, work)
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
         return await future
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if self._version < 0:
+        if self.version < 0:
             raise EngineError("no policy version is installed", hint="install a snapshot first")
         for prompt in prompts:
             if not prompt or not all(0 <= token < self._vocabulary for token in prompt):
@@ -152,11 +163,11 @@ class TransformersEngine:
         seed: int,
         aborted: Callable[[], bool],
     ) -> list[list[Completion]]:
-        device = next(iter(self._state.values())).device
+        device = self._weights.device
         generator = torch.Generator(device).manual_seed(seed)
         results: list[list[Completion]] = [[] for _ in prompts]
         lengths = [len(prompt) for prompt in prompts]
-        with _memory_errors(f"{len(prompts)} prompts × {n_samples} samples"), torch.inference_mode():
+        with memory_errors(f"{len(prompts)} prompts × {n_samples} samples"), torch.inference_mode():
             for batch in plan_batches(lengths, n_samples, sampling.max_new_tokens, self._max_batch_tokens):
                 rows = decode(
                     self._model,
@@ -181,72 +192,11 @@ class TransformersEngine:
                 Completion(
                     tokens=tokens[row][:length],
                     logprobs=logprobs[row, :length].copy(),
-                    version_min=self._version,
-                    version_max=self._version,
+                    version_min=self.version,
+                    version_max=self.version,
                     finish="stop" if stopped[row] else "length",
                 )
             )
-
-    def _install(self, snapshot: Snapshot, version: int) -> str:
-        incoming = snapshot.state_dict()
-        if self._adopts_dtype and self._installed is None:
-            self._adopt_dtype(incoming)
-        self._check_fit(incoming, version)
-        expected = snapshot.fingerprint()
-        proven = False
-        try:
-            with _memory_errors(f"installing version {version}"):
-                held = self._write(incoming)
-            proven = held == expected
-        finally:
-            if not proven:
-                self._restore()
-        if not proven:
-            raise EngineError(
-                f"after installing version {version} the engine holds {held[:16]}…, not {expected[:16]}…",
-                hint="its tied tensors differ from the model's, or this machine's memory cannot be trusted",
-            )
-        self._installed, self._version = snapshot, version
-        return held
-
-    def _adopt_dtype(self, incoming: dict[str, Tensor]) -> None:
-        """Give the weights, and only them, the one dtype of ``incoming``: rotary tables stay float32."""
-        dtypes = {tensor.dtype for tensor in incoming.values() if tensor.is_floating_point()}
-        if len(dtypes) == 1 and dtypes <= set(DTYPES.values()):
-            [dtype] = dtypes
-            for tensor in self._model.state_dict(keep_vars=True).values():
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
-            self._state = self._model.state_dict()
-
-    def _check_fit(self, incoming: dict[str, Tensor], version: int) -> None:
-        if incoming.keys() != self._state.keys():
-            odd = sorted(incoming.keys() ^ self._state.keys())
-            raise EngineError(
-                f"version {version} has other tensors than the model: {', '.join(odd[:4])} ({len(odd)})"
-            )
-        for name, tensor in incoming.items():
-            mine = self._state[name]
-            if tensor.shape != mine.shape or tensor.dtype != mine.dtype:
-                raise EngineError(
-                    f"version {version}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the model's is "
-                    f"{mine.dtype} {tuple(mine.shape)}",
-                    hint="give the engine the dtype that the learner publishes in",
-                )
-
-    @torch.inference_mode()
-    def _write(self, incoming: dict[str, Tensor]) -> str:
-        for name, tensor in incoming.items():
-            self._state[name].copy_(tensor)
-        # Read back through the model, not through our own references: what generates is what is proven.
-        return fingerprint_of(self._model.state_dict())
-
-    def _restore(self) -> None:
-        if self._installed is None:
-            self._version = -1
-            return
-        for name, tensor in self._installed.state_dict().items():
-            self._state[name].copy_(tensor)
 
 
 def plan_batches(lengths: Sequence[int], n_samples: int, max_new: int, max_tokens: int) -> Iterator[Batch]:
@@ -280,17 +230,3 @@ def _prepare_thread(threads: int | None) -> None:
     torch.set_flush_denormal(True)
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _memory_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # Only the GPU's allocator has an error type of its own; the CPU's is told by its words.
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_memory and "can't allocate memory" not in str(error):
-            raise EngineError(f"{what} failed: {error}") from error
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        raise OutOfMemory(f"{what} did not fit into memory", hint="lower max_batch_tokens") from error

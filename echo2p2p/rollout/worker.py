@@ -1,9 +1,15 @@
 """The worker: joins a run, follows its policy versions, rolls out what it is leased, and sends it back.
 
 Three loops share one state. The session loop talks to the learner and dials again when the connection goes;
-the fetch loop brings new versions while generation goes on; the roll-out loop swaps a fetched version in
-between two batches, proves what the engine then holds, and generates. A worker never generates with a version
-older than a lease asks for, and says Ready only for a version that is wholly installed.
+the fetch loop brings new versions and stages them while generation goes on; the roll-out loop swaps a staged
+version in between two batches, and generates with it while it is read back from the engine.
+
+Guarantees:
+
+* A worker never generates with a version older than a lease asks for.
+* It says Ready only for a version that the engine has been proven to hold, whole.
+* What is generated before that proof is kept back until then, and thrown away if the proof fails: then the
+  version is written whole, and a worker whose engine holds something else even so leaves.
 """
 
 from __future__ import annotations
@@ -13,7 +19,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -21,20 +26,10 @@ import msgspec
 from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.data.work import (
-    MAX_ARRIVALS,
-    Decline,
-    Lease,
-    Ready,
-    Submit,
-    TaskSpec,
-    Welcome,
-    arrivals_reported,
-)
+from echo2p2p.data.work import Decline, Lease, Submit, TaskSpec, Welcome
 from echo2p2p.errors import (
     Echo2p2pError,
     EngineError,
-    FingerprintMismatch,
     OutOfDisk,
     OutOfMemory,
     ResourceError,
@@ -46,33 +41,24 @@ from echo2p2p.errors import (
 )
 from echo2p2p.rollout.engine import Completion, InferenceEngine
 from echo2p2p.rollout.session import LearnerSession
+from echo2p2p.rollout.trial import Arrived, Prompt, Trial
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_ADDRESSES, ManifestRecord, WorkerAdvert
 from echo2p2p.swarm.word import LearnerWord
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.gate import check as check_sound
-from echo2p2p.weights.subscriber import Fetched, WeightSubscriber
+from echo2p2p.weights.subscriber import WeightSubscriber
 
 log = logging.getLogger("echo2p2p.worker")
 
 FETCH_RETRY_S = 2.0
-MAX_SOURCES_LOGGED = 64
 LOOK_TIMEOUT_S = 5.0
 FAILURES_TO_LEAVE = 16
 """Prompts given back in a row, none rolled out between them, after which the worker itself is at fault."""
 
 Build = Callable[[TaskSpec, Mapping[str, bytes]], Awaitable[tuple[InferenceEngine, Scorer]]]
 """Makes the engine and the scorer of a run from its task and its pinned policy files."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One leased prompt, and until when (monotonic seconds) it is this worker's."""
-
-    lease: Lease
-    index: int
-    expires_at: float
 
 
 class Worker:
@@ -111,7 +97,8 @@ class Worker:
         self._scorer: Scorer | None = None
         self._active = False
         self._head: ManifestRecord | None = None
-        self._fetched: Fetched | None = None
+        self._arrived: Arrived | None = None
+        self._trial: Trial | None = None
         self._prompts: deque[Prompt] = deque()
         self._batch_groups = settings.batch_groups
         self._new_head = asyncio.Event()
@@ -119,6 +106,7 @@ class Worker:
         self._advert_changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._not_before = 0.0
+        self._proven = -1
         self._fingerprint = ""
         self._disowned = False
         self._life = 0
@@ -129,13 +117,13 @@ class Worker:
 
     @property
     def version(self) -> int:
-        """The installed policy version; −1 for none, and for one that the learner does not know."""
-        return self._engine.version if self._engine is not None and not self._disowned else -1
+        """The newest version proven to be installed; −1 for none, and for one that the learner does not know."""
+        return self._proven if not self._disowned else -1
 
     @property
     def queued(self) -> int:
         """Leased groups that have not been submitted."""
-        return len(self._prompts)
+        return len(self._prompts) + (len(self._trial.kept_back) if self._trial is not None else 0)
 
     @property
     def state(self) -> str:
@@ -187,7 +175,7 @@ class Worker:
 
     @property
     def fingerprint(self) -> str:
-        """Of the installed weights; empty for none."""
+        """Of :attr:`version`; empty for none."""
         return self._fingerprint if self.version >= 0 else ""
 
     # --- what the session hears -----------------------------------------------------------------------
@@ -202,11 +190,11 @@ class Worker:
                 f"the run's task has changed from {self._built_for} to {welcome.task}",
                 hint="start the worker again",
             )
-        if self._engine is None or welcome.version != self._engine.version:
+        if self._engine is None or welcome.version != self._proven:
             # Weights that the learner does not know, from another life of it perhaps, must not be rolled out,
             # nor those that are on their way.
             self._disowned = self._engine is not None
-            self._head = self._fetched = None
+            self._head = self._arrived = None
             self._life += 1
 
     def on_active(self, active: bool) -> None:
@@ -251,7 +239,9 @@ class Worker:
         return record is not None and record.state == "finished"
 
     def leaving(self) -> list[Decline]:
-        """Hand back everything that was not rolled out."""
+        """Hand back everything that was not rolled out, or not with a proven version."""
+        if self._trial is not None:
+            self._take_back(self._trial)
         declines = [Decline(p.lease.lease, [p.index], "worker is leaving") for p in self._prompts]
         self._prompts.clear()
         return declines
@@ -259,12 +249,12 @@ class Worker:
     # --- versions -----------------------------------------------------------------------------------
 
     async def _follow_versions(self) -> None:
-        """Fetch the newest version that has been announced, again and again."""
+        """Fetch and stage the newest version that has been announced, again and again."""
         while True:
             await self._new_head.wait()
             self._new_head.clear()
             record, life = self._head, self._life
-            if record is None or record.version <= self.version:
+            if record is None or record.version <= self._generating:
                 continue
             try:
                 fetched = await self._subscriber.fetch(record, announced=self._announced)
@@ -288,8 +278,9 @@ class Worker:
                 await asyncio.sleep(FETCH_RETRY_S)
                 self._new_head.set()
                 continue
+            swap = await self._engine.stage(fetched.snapshot, record.version)
             if life == self._life:
-                self._fetched = fetched
+                self._arrived = Arrived(fetched, swap, life)
                 self._wake.set()
 
     def _wait_for_room(self, version: int, error: OutOfDisk) -> None:
@@ -304,66 +295,85 @@ class Worker:
             self._no_room_since = None
             self._events.emit("disk_has_room", version=version, waited_s=waited_s)
 
-    async def _install(self, engine: InferenceEngine, fetched: Fetched) -> None:
-        version = fetched.manifest.version
+    @property
+    def _generating(self) -> int:
+        """The version to generate with now, proven or not; −1 for none that the learner knows."""
+        if self._trial is None:
+            return self.version
+        return self._trial.arrived.version if self._trial.arrived.life == self._life else -1
+
+    async def _swap(self) -> Trial | None:
+        """Swap in what has arrived; None if it is no newer than what is there."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None or arrived.version <= self.version:
+            return None
         started = self._clock.monotonic()
-        fingerprint = await engine.install(fetched.snapshot, version)
-        pause_s = self._clock.monotonic() - started
-        if fingerprint != fetched.manifest.fingerprint:
-            raise FingerprintMismatch(
-                f"after installing version {version} the engine holds {fingerprint}, "
-                f"the learner published {fetched.manifest.fingerprint}",
-                hint="the engine changes weights on the way in; report it as a bug",
-            )
-        self._fingerprint, self._disowned = fingerprint, False
-        self._events.emit(
-            "installed",
-            version=version,
-            fetch_s=fetched.fetch_s,
-            pause_s=pause_s,
-            bytes_from_learner=fetched.bytes_from_learner,
-            bytes_from_peers=fetched.bytes_from_peers,
-            patches=fetched.patches,
-            arrivals=fetched.timeline.points(MAX_ARRIVALS),
-            sources=dict(fetched.timeline.by_source.most_common(MAX_SOURCES_LOGGED)),
-        )
-        members = [member.peer for member in fetched.manifest.members]
-        self._session.tell(
-            Ready(
-                version,
-                fingerprint,
-                fetched.bytes_from_learner,
-                fetched.bytes_from_peers,
-                fetched.fetch_s,
-                pause_s,
-                fetched.timeline.points(arrivals_reported(len(members))),
-                fetched.timeline.sent_by(members),
-            )
-        )
+        await arrived.swap()
+        self._trial = Trial(arrived, self._clock.monotonic() - started)
+        return self._trial
+
+    async def _prove(self, engine: InferenceEngine, trial: Trial) -> None:
+        """Read back what was swapped in, while it generates."""
+        if await engine.fingerprint() == trial.published:
+            self._settle(trial)
+            return
+        log.error("version %d was not swapped in as published: it is written whole", trial.arrived.version)
+        trial.refuted = True
+        self._wake.set()
+
+    async def _repair(self, engine: InferenceEngine, trial: Trial) -> None:
+        """Raises FingerprintMismatch: the engine cannot be made to hold the version on trial."""
+        self._take_back(trial)
+        await trial.repair(engine, self._clock)
+        self._settle(trial)
+
+    def _take_back(self, trial: Trial) -> None:
+        """Forget what was generated on trial; its prompts are rolled out again."""
+        self._prompts.extendleft(reversed([prompt for prompt, _ in trial.kept_back]))
+        trial.kept_back.clear()
+
+    def _settle(self, trial: Trial) -> None:
+        """The engine holds the version on trial: say so, and send what it has generated."""
+        self._trial = None
+        self._wake.set()
+        if trial.arrived.life != self._life:
+            # The learner of that version is gone, and its leases with it.
+            return
+        self._proven, self._fingerprint, self._disowned = trial.arrived.version, trial.published, False
+        self._events.emit("installed", **trial.costs())
+        self._session.tell(trial.ready())
+        for prompt, group in trial.kept_back:
+            self._session.submit(Submit(prompt.lease.lease, group))
 
     # --- generation ---------------------------------------------------------------------------------
 
     async def _roll_out(self) -> None:
-        """Swap in what was fetched, generate what is leased, and wait for either."""
-        while True:
-            self._wake.clear()
-            fetched, self._fetched = self._fetched, None
-            if fetched is not None and self._engine is not None and fetched.manifest.version > self.version:
-                await self._install(self._engine, fetched)
-                continue
-            wait_s = self._not_before - self._clock.monotonic()
-            batch = self._next_batch() if wait_s <= 0 else []
-            if batch and self._engine is not None and self._scorer is not None:
-                await self._generate(self._engine, self._scorer, batch)
-                continue
-            try:
-                async with asyncio.timeout(wait_s if wait_s > 0 else None):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+        """Swap in what was staged, generate what is leased, and wait for either."""
+        async with asyncio.TaskGroup() as proofs:
+            while True:
+                self._wake.clear()
+                engine, scorer = self._engine, self._scorer
+                if engine is not None and self._trial is not None and self._trial.refuted:
+                    await self._repair(engine, self._trial)
+                    continue
+                if engine is not None and self._trial is None and self._arrived is not None:
+                    trial = await self._swap()
+                    if trial is not None:
+                        proofs.create_task(self._prove(engine, trial))
+                    continue
+                wait_s = self._not_before - self._clock.monotonic()
+                batch = self._next_batch() if wait_s <= 0 else []
+                if batch and engine is not None and scorer is not None:
+                    await self._generate(engine, scorer, batch)
+                    continue
+                try:
+                    async with asyncio.timeout(wait_s if wait_s > 0 else None):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
 
     def _next_batch(self) -> list[Prompt]:
-        """Prompts of equal settings that the installed version may roll out, oldest lease first."""
+        """Prompts of equal settings that the engine's version may roll out, oldest lease first."""
         now = self._clock.monotonic()
         while self._prompts and self._prompts[0].expires_at <= now:
             self._prompts.popleft()
@@ -378,7 +388,7 @@ class Worker:
                 head.lease.n_samples,
                 head.lease.sampling,
             )
-            if head.lease.min_version > self.version or not alike:
+            if head.lease.min_version > self._generating or not alike:
                 break
             batch.append(self._prompts.popleft())
         return batch
@@ -402,7 +412,10 @@ class Worker:
             return
         self._failures = 0
         for prompt, group in zip(batch, groups, strict=True):
-            self._session.submit(Submit(prompt.lease.lease, group))
+            if self._trial is not None:
+                self._trial.kept_back.append((prompt, group))
+            else:
+                self._session.submit(Submit(prompt.lease.lease, group))
         tokens = sum(group.n_tokens for group in groups)
         if self._settings.limit_tokens_per_s is not None:
             self._not_before = started + tokens / self._settings.limit_tokens_per_s

@@ -14,7 +14,7 @@ import numpy as np
 
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError
-from echo2p2p.rollout.engine import Completion
+from echo2p2p.rollout.engine import Completion, Swap
 from echo2p2p.weights.snapshot import Snapshot
 
 VOCAB_SIZE = 1000
@@ -34,6 +34,7 @@ class ModelledEngine:
         self._mean_tokens = mean_tokens
         self._install_s = install_s
         self._version = -1
+        self._held: Snapshot | None = None
 
     @property
     def version(self) -> int:
@@ -49,13 +50,23 @@ class ModelledEngine:
         await asyncio.sleep(sum(len(c.tokens) for group in done for c in group) / self.tokens_per_s)
         return done
 
+    async def stage(self, snapshot: Snapshot, version: int) -> Swap:
+        async def swap() -> None:
+            await asyncio.sleep(self._install_s)
+            self._held, self._version = snapshot, version
+
+        return swap
+
+    async def fingerprint(self) -> str:
+        return self._held.fingerprint() if self._held is not None else ""
+
     async def install(self, snapshot: Snapshot, version: int) -> str:
-        await asyncio.sleep(self._install_s)
-        self._version = version
-        return snapshot.fingerprint()
+        swap = await self.stage(snapshot, version)
+        await swap()
+        return await self.fingerprint()
 
     async def close(self) -> None:
-        self._version = -1
+        self._version, self._held = -1, None
 
     def _completion(self, rng: random.Random, sampling: Sampling) -> Completion:
         length = min(sampling.max_new_tokens, 1 + int(rng.expovariate(1 / self._mean_tokens)))

@@ -179,6 +179,8 @@ class ChunkServer:
                 else:
                     await self._reply(stream, Chunk(index), data)
                     sent[stream.remote] += len(data)
+                # While this waits it must not hold a view of the whole buffer of a version.
+                del data
             elif not await set_within(lane.wake, self._limits.heartbeat_s) and lane.waits:
                 await self._reply(stream, Waiting())
 

@@ -115,6 +115,10 @@ class Fetch:
                 await storing
         except BaseExceptionGroup as group:
             raise _cause(group) from None
+        finally:
+            # Tasks that were cancelled keep their frames, and with them all of this, until the garbage collector
+            # comes by, which it seldom does; a whole version must not wait for that.
+            self._buffer = bytearray()
 
     def _load_from_store(self) -> list[int]:
         """Copy what the store already has into the buffer: an earlier try, or chunks that did not change."""

@@ -281,3 +281,126 @@ def test_batches_hold_every_sample_once_and_keep_to_the_budget(n_samples, budget
         for index, count in zip(batch.prompts, batch.counts, strict=True):
             drawn[index] += count
     assert set(drawn.values()) == {n_samples}
+
+
+# --- one version over another, in place -------------------------------------------------------------------
+
+
+def moved(snapshot: Snapshot, share: float, seed: int) -> Snapshot:
+    """``share`` of all words with another last bit, and none in the first norm."""
+    rng = np.random.default_rng(seed)
+    buffer = bytearray(snapshot.data)
+    for spec in snapshot.layout.tensors:
+        if spec.name == "model.norm.weight":
+            continue
+        words = np.frombuffer(buffer, np.uint8)[spec.offset : spec.offset + spec.nbytes].view(
+            f"<u{getattr(torch, spec.dtype).itemsize}"
+        )
+        words[rng.random(words.size) < share] ^= 1
+    return Snapshot(snapshot.layout, bytes(buffer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+async def test_a_staged_version_ends_on_the_bits_of_a_whole_one(tmp_path, dtype, tied, share):
+    folder = make_policy(tmp_path / "one", tied=tied)
+    first = from_state_dict(weights_of(folder)[0].to(dtype).state_dict())
+    engine, other = TransformersEngine(folder, threads=1), TransformersEngine(folder, threads=1)
+    for version in range(4):
+        snapshot = moved(first, share, version)
+        swap = await engine.stage(snapshot, version)
+        before = engine.version
+        assert before == version - 1
+        await swap()
+        assert engine.version == version
+        assert await engine.fingerprint() == snapshot.fingerprint()
+        await other.install(snapshot, version)
+        answers = [
+            await each.generate(PROMPTS, n_samples=2, sampling=SAMPLED, seed=9) for each in (engine, other)
+        ]
+        assert flat(answers[0]) == flat(answers[1])
+    await engine.close()
+    await other.close()
+
+
+async def test_what_was_staged_over_other_weights_than_those_held_is_written_whole(engine, folder):
+    first = weights_of(folder)[1]
+    await engine.install(first, 0)
+    staged_over_first = await engine.stage(moved(first, 0.01, 1), 2)
+    await (await engine.stage(moved(first, 0.5, 2), 1))()
+    await staged_over_first()
+    assert engine.version == 2
+    assert await engine.fingerprint() == moved(first, 0.01, 1).fingerprint()
+
+
+async def test_a_swap_writes_nothing_where_nothing_changed(engine, folder):
+    """The engine's own copy of a tensor is harmed: only whoever writes everything mends it."""
+    first = weights_of(folder)[1]
+    await engine.install(first, 0)
+    second = moved(first, 0.02, 1)
+    swap = await engine.stage(second, 1)
+    with torch.inference_mode():
+        engine._model.state_dict()["model.norm.weight"].add_(1)
+    await swap()
+    assert await engine.fingerprint() != second.fingerprint()
+    assert await engine.install(second, 1) == second.fingerprint()
+    assert await engine.fingerprint() == second.fingerprint()
+
+
+async def test_weights_that_do_not_lie_in_order_are_swapped_too(engine, folder):
+    first = weights_of(folder)[1]
+    await engine.install(first, 0)
+    layer = engine._model.get_submodule("model.layers.0.mlp.up_proj")
+    layer.weight.data = layer.weight.data.T.contiguous().T
+    engine._weights._state = engine._model.state_dict()
+    assert not layer.weight.is_contiguous()
+    second = moved(first, 0.02, 1)
+    await (await engine.stage(second, 1))()
+    assert await engine.fingerprint() == second.fingerprint()
+
+
+@pytest.mark.parametrize("how", ["missing", "shape", "dtype", "untied"])
+async def test_a_snapshot_that_does_not_fit_is_refused_while_the_old_one_generates(engine, folder, how):
+    model, first = weights_of(folder)
+    await engine.install(first, 0)
+    with pytest.raises(EngineError):
+        await engine.stage(from_state_dict(harmed(dict(model.state_dict()), how)), 1)
+    assert (engine.version, await engine.fingerprint()) == (0, first.fingerprint())
+
+
+async def test_a_swap_that_fails_halfway_leaves_the_old_version_whole(engine, folder, monkeypatch):
+    first = weights_of(folder)[1]
+    await engine.install(first, 0)
+    swap = await engine.stage(moved(first, 0.02, 1), 1)
+    scatter, calls = torch.Tensor.scatter_, []
+
+    def fail_third(self, *args):
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("device lost")
+        return scatter(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "scatter_", fail_third)
+        with pytest.raises(EngineError, match="device lost"):
+            await swap()
+    assert (engine.version, await engine.fingerprint()) == (0, first.fingerprint())
+
+
+async def test_staging_and_reading_back_do_not_wait_for_generation(engine, folder):
+    first = weights_of(folder)[1]
+    await engine.install(first, 0)
+    long = asyncio.create_task(
+        engine.generate(PROMPTS * 400, n_samples=64, sampling=Sampling(max_new_tokens=50), seed=0)
+    )
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        swap = await engine.stage(moved(first, 0.02, 1), 1)
+        assert await engine.fingerprint() == first.fingerprint()
+    assert not long.done()
+    long.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await long
+    await swap()
+    assert engine.version == 1

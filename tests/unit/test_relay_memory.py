@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
@@ -21,6 +22,7 @@ from echo2p2p.swarm.memory import MemoryNetwork, MemorySwarm
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Stream
 from echo2p2p.swarm.virtual_time import run_virtual
+from echo2p2p.weights.fetch import Fetch
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.plan import fluid_bound_s
 from echo2p2p.weights.publisher import Published, WeightPublisher
@@ -155,6 +157,12 @@ async def test_a_member_with_a_tenth_of_its_announced_uplink_is_relieved(world: 
     # Alone, its stripe of a quarter to three peers would take 15 times the bound.
     assert max(each.fetch_s for each in fetched) < 6 * bound_s
     assert world.learner_copies() < 1.3
+
+
+@virtual()
+async def test_a_fetch_that_has_ended_holds_no_buffer_until_the_garbage_collector_comes(world: World) -> None:
+    await world.fetch(await world.publish(0))
+    assert not any(each._buffer for each in gc.get_objects() if type(each) is Fetch)
 
 
 @virtual()
