@@ -10,8 +10,8 @@ decides which. The command line calls it, and so can any program::
 from __future__ import annotations
 
 import asyncio
-import math
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
