@@ -41,8 +41,9 @@ class ServerLimits:
     ``heartbeat_s`` must stay well below the silence that askers tolerate (``FetchLimits.stall_s``).
     """
 
-    max_streams: int = 1024
-    max_streams_per_peer: int = 8
+    max_streams: int = 2048
+    max_streams_per_peer: int = 32
+    """Several times what one fetch opens, for those of the fetch before may still be closing."""
     first_request_s: float = 5.0
     unknown_version_s: float = 10.0
     """How long a request may wait for a version that this peer has not heard of yet."""

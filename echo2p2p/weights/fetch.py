@@ -84,6 +84,7 @@ class Fetch:
         # Only indices, each once: the bytes wait in the buffer. None ends it.
         self._to_store: asyncio.Queue[int | None] = asyncio.Queue(self._manifest.n_chunks + 1)
         self._all_here = asyncio.Event()
+        self._over = False
         self._asked: set[PeerId] = set()
         self._last_chunk_s = self._clock.monotonic()
         self.bytes_from_learner = 0
@@ -108,7 +109,10 @@ class Fetch:
                 sources = max(1, len(self._schedule.busy_sources()))
                 self._streams = max(1, min(_MAX_STREAMS_PER_SOURCE, _STREAMS // sources))
                 self._open_lanes()
-                await self._watch()
+                try:
+                    await self._watch()
+                finally:
+                    self._over = True
                 for task in self._tasks.values():
                     task.cancel()
                 self._to_store.put_nowait(None)
@@ -153,7 +157,11 @@ class Fetch:
     # --- lanes ------------------------------------------------------------------------------------------
 
     def _open_lanes(self) -> None:
-        """See to it that every source with work has a lane that knows of it."""
+        """See to it that every source with work has a lane that knows of it, and who waits here for nothing, too."""
+        self._holding.renounce(self._schedule.take_renounced())
+        if self._over:
+            # What breaks when the lanes are cancelled is nothing to be made good.
+            return
         for source in self._schedule.busy_sources():
             if source in self._lanes:
                 self._lanes[source].wake()
@@ -222,7 +230,11 @@ class Fetch:
                 batch.append(self._to_store.get_nowait())
             last = batch[-1] is None
             indices = [index for index in batch if index is not None]
-            await self._clock.offload(partial(self._store_chunks, indices))
+            try:
+                await self._clock.offload(partial(self._store_chunks, indices))
+            except BaseException:
+                self._over = True
+                raise
 
     def _store_chunks(self, indices: list[int]) -> None:
         view = memoryview(self._buffer)

@@ -8,7 +8,7 @@ Guarantee: a chunk that somebody waits for is handed to all who wait in the mome
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from echo2p2p.errors import ManifestError, ProtocolError
 from echo2p2p.swarm.clock import Clock
@@ -47,6 +47,7 @@ class Holding:
         self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None
         self.last_arrival_s = clock.monotonic()
         self._expected = range(0)
+        self._renounced: set[int] = set()
         self._here = bytearray(manifest.n_chunks)
         for index in here:
             self._here[index] = _STORED
@@ -57,7 +58,7 @@ class Holding:
         return bool(self._here[index])
 
     def expects(self, index: int) -> bool:
-        return index in self._expected
+        return index in self._expected and index not in self._renounced
 
     def add(self, index: int) -> None:
         """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
@@ -71,9 +72,17 @@ class Holding:
         self._buffer = None
         self.expect(range(0))
 
+    def renounce(self, indices: Collection[int]) -> None:
+        """These chunks may come from anybody now, also from those who wait for them here: they wait no longer."""
+        if indices:
+            self._renounced.update(indices)
+            for lane in self._lanes:
+                lane.expect_less()
+
     def expect(self, indices: range) -> None:
         """Nothing but ``indices`` may still arrive: nobody needs to wait for others."""
         self._expected = indices
+        self._renounced.clear()
         for lane in self._lanes:
             lane.expect_less()
 

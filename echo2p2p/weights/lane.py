@@ -133,7 +133,7 @@ class Lane:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                for strand in self._strands:
+                for strand in list(self._strands):
                     tasks.create_task(self._run(strand))
         except BaseExceptionGroup as group:
             # A lie is worth more than the breaks that it may have caused.
@@ -150,6 +150,8 @@ class Lane:
                 if strand.open:
                     await self._take(strand, stream)
                 elif not await set_within(strand.wake, self._limits.idle_s):
+                    # What comes later is shared among those that are left.
+                    self._strands.remove(strand)
                     return
 
     async def _ask(self, strand: _Strand, stream: Stream) -> None:

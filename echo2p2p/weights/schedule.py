@@ -2,7 +2,8 @@
 
 Every chunk has a route, the same rule on every peer: who is ahead of this peer in the chunk's tree, and then the
 learner. So nobody waits for a peer that waits for it, and what a member that is gone should have forwarded leaves
-the learner once more at most, not once for every peer.
+the learner once more at most, not once for every peer. A peer that none of these could give the chunk gives up its
+place: those who wait for it turn elsewhere, and it may wait for any of them.
 
 A chunk may be open at several sources at once (endgame); the first copy counts, the others are cancelled.
 """
@@ -59,6 +60,7 @@ class Schedule:
         self._copies: Counter[int] = Counter()
         self._step: dict[int, int] = {}
         self._unobtainable: set[int] = set()
+        self._renounced: list[int] = []
         # Chunks whose first source is too slow to count on: one open copy is not enough for them.
         self._relieved: set[int] = set()
         for chunk in sorted(self._missing):
@@ -81,6 +83,11 @@ class Schedule:
     def gone(self) -> frozenset[PeerId]:
         """Sources that are not asked any more."""
         return frozenset(self._gone)
+
+    def take_renounced(self) -> list[int]:
+        """The chunks for which this peer has given up its place since it was asked last."""
+        renounced, self._renounced = self._renounced, []
+        return renounced
 
     def failures(self, source: PeerId) -> int:
         return self._failures[source]
@@ -181,6 +188,8 @@ class Schedule:
         route = list(self._route(chunk))
         while step < MAX_ROUNDS * len(route):
             source, wait = route[step % len(route)]
+            if step and route[(step - 1) % len(route)] == (self._learner, True):
+                self._renounced.append(chunk)
             step += 1
             if source not in self._gone and chunk not in self._open[source]:
                 self._step[chunk] = step
@@ -202,4 +211,5 @@ class Schedule:
         yield from ((source, False) for source in guesses)
         yield self._learner, True
         yield from ((source, True) for source in ahead if source in self._suspects)
-        yield from ((source, False) for source in behind[len(guesses) :])
+        yield from ((source, True) for source in behind[len(guesses) :])
+        yield from ((source, True) for source in guesses)

@@ -22,6 +22,7 @@ from echo2p2p.swarm.memory import MemoryNetwork, MemorySwarm
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Stream
 from echo2p2p.swarm.virtual_time import run_virtual
+from echo2p2p.weights.exchange import ServerLimits
 from echo2p2p.weights.fetch import Fetch
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.plan import fluid_bound_s
@@ -433,7 +434,11 @@ async def test_only_the_newest_versions_are_kept_and_served(world: World) -> Non
 @virtual()
 async def test_a_peer_that_opens_too_many_streams_is_refused(world: World) -> None:
     published = await world.publish()
-    streams = [await world.peers[0].open_stream(world.learner.peer_id, CHUNKS, timeout_s=1) for _ in range(9)]
+    allowed = ServerLimits().max_streams_per_peer
+    streams = [
+        await world.peers[0].open_stream(world.learner.peer_id, CHUNKS, timeout_s=1)
+        for _ in range(allowed + 1)
+    ]
     for stream in streams:
         await send(stream, OpenLane(published.digest))
     reply = await receive(streams[-1], Refused, max_bytes=1000, timeout_s=1)
