@@ -178,7 +178,7 @@ class ChunkServer:
                 if data is None:
                     await self._reply(stream, Missing((index,)))
                 else:
-                    await self._reply(stream, Chunk(index), data)
+                    await self._reply(stream, Chunk(index, lane.n_ready), data)
                     sent[stream.remote] += len(data)
                 # While this waits it must not hold a view of the whole buffer of a version.
                 del data

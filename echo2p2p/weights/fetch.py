@@ -256,25 +256,35 @@ class Fetch:
                 raise DeadlineExceeded(
                     f"{self._what_is_missing()}: nothing came for {self._limits.starved_s:g} s"
                 )
+            self._schedule.next_round()
             for lane, keep in self._slow_lanes(now, now - started_s):
-                if self._schedule.relieve(lane.source, keep):
-                    self._open_lanes()
+                self._schedule.relieve(lane.source, keep)
+            self._open_lanes()
 
     def _slow_lanes(self, now: float, elapsed_s: float) -> Iterator[tuple[Lane, int]]:
-        """Lanes whose chunks others should be asked for too, with how many chunks each may keep to itself."""
-        lanes = list(self._lanes.values())
-        idle = sum(not self._schedule.load(lane.source) for lane in lanes)
-        for lane in lanes:
+        """Lanes whose chunks others should be asked for too, with how many chunks each may keep to itself.
+
+        What is slow is a source that has more ready than it can send, or that others have left behind; one that
+        sends on whatever it gets waits as we do. The learner is never relieved: there is nobody behind it.
+        """
+        at_work = [lane for lane in self._lanes.values() if lane.nbytes or self._schedule.load(lane.source)]
+        idle = sum(not self._schedule.load(lane.source) for lane in at_work)
+        left_behind = 2 * idle >= len(at_work) - 1 > 0
+        for lane in at_work:
             load = self._schedule.load(lane.source)
             if not load:
                 continue
             silent_s = now - lane.last_chunk_s
+            per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._mean_chunk_bytes
             if silent_s > self._limits.patience_s and self._last_chunk_s > lane.last_chunk_s:
                 yield lane, 0
-            elif 2 * idle >= len(lanes) - 1 > 0 and elapsed_s > self._limits.slow_s:
-                per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._mean_chunk_bytes
-                if load > per_s * max(self._limits.slow_s, elapsed_s / 2):
-                    yield lane, int(per_s)
+            elif (
+                lane.source != self._learner
+                and elapsed_s > self._limits.slow_s
+                and (left_behind or lane.n_ready > per_s * self._limits.backlog_s)
+                and load > per_s * max(self._limits.slow_s, elapsed_s / 2)
+            ):
+                yield lane, int(per_s)
 
     def _what_is_missing(self) -> str:
         missing = sorted(self._schedule.missing)

@@ -171,6 +171,10 @@ class OutgoingLane:
         return missing
 
     @property
+    def n_ready(self) -> int:
+        return len(self._ready)
+
+    @property
     def waits(self) -> bool:
         return bool(self._waiting)
 

@@ -54,6 +54,7 @@ class FetchLimits:
         retry_s: pause before a failed source is dialled again, times its failures.
         tick_s: how often slow lanes are looked for.
         slow_s: a lane is slow only if it would need longer than this for the rest.
+        backlog_s: and only if its source has had more ready for it than it can send in this time.
     """
 
     dial_s: float = 10.0
@@ -68,6 +69,7 @@ class FetchLimits:
     close_s: float = 1.0
     tick_s: float = 0.5
     slow_s: float = 2.0
+    backlog_s: float = 0.75
 
 
 DEFAULT_FETCH_LIMITS = FetchLimits()
@@ -111,6 +113,11 @@ class Lane:
         window = limits.window_bytes // manifest.chunk_bytes // streams
         self._window = max(2, min(MAX_WANTS // 2, window))
         self._strands = [_Strand() for _ in range(streams)]
+
+    @property
+    def n_ready(self) -> int:
+        """Chunks that the source had ready for this lane when it sent the last ones."""
+        return sum(strand.n_ready for strand in self._strands)
 
     def wake(self) -> None:
         """The schedule has new work for this source."""
@@ -174,6 +181,7 @@ class Lane:
             stream, LaneReply, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.stall_s
         )
         if isinstance(reply, Chunk):
+            strand.n_ready = reply.n_ready
             await self._take_chunk(strand, stream, reply.index)
         elif isinstance(reply, Missing):
             strand.open.difference_update(reply.chunks)
@@ -204,6 +212,7 @@ class _Strand:
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.open: set[int] = set()
+        self.n_ready = 0
         self.cancelled: list[int] = []
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.plan import RelayPlan
 
-MAX_ROUNDS = 3
+MAX_ROUNDS = 20
 """Times that a route is walked to its end before a chunk counts as unobtainable."""
 MAX_FAILURES = 3
 """Failures after which a source is not asked again in one fetch."""
@@ -61,6 +61,7 @@ class Schedule:
         self._step: dict[int, int] = {}
         self._unobtainable: set[int] = set()
         self._renounced: list[int] = []
+        self._parked: list[int] = []
         # Chunks whose first source is too slow to count on: one open copy is not enough for them.
         self._relieved: set[int] = set()
         for chunk in sorted(self._missing):
@@ -125,6 +126,8 @@ class Schedule:
         """``chunk`` is here, verified. Returns the sources at which it was open."""
         self._missing.discard(chunk)
         self._unobtainable.discard(chunk)
+        if chunk in self._parked:
+            self._parked.remove(chunk)
         holders = [source for source, chunks in self._open.items() if chunk in chunks]
         for source in holders:
             del self._open[source][chunk]
@@ -155,17 +158,31 @@ class Schedule:
 
         What it has been asked for stays open there: whoever is first wins.
         """
-        already_open = list(self._open[source])[keep:]
-        moved = [chunk for chunk in already_open if self._copies[chunk] == 1]
+        moved = [chunk for chunk in list(self._open[source])[keep:] if self._copies[chunk] == 1]
+        count = 0
         for chunk in moved:
-            self._relieved.add(chunk)
-            self._forward(chunk)
+            if self._queue_elsewhere(chunk):
+                self._relieved.add(chunk)
+                count += 1
         queue = self._queues[source]
-        excess = min(len(queue), max(0, self.load(source) - keep))
-        waiting = [queue.pop()[0] for _ in range(excess)]
-        for chunk in waiting:
-            self._drop_copy(chunk)
-        return len(moved) + len(waiting)
+        kept: deque[tuple[int, bool]] = deque()
+        for _ in range(max(0, self.load(source) - keep)):
+            if not queue:
+                break
+            chunk, wait = queue.pop()
+            if self._queue_elsewhere(chunk):
+                self._copies[chunk] -= 1
+                count += 1
+            else:
+                kept.appendleft((chunk, wait))
+        queue.extend(kept)
+        return count
+
+    def next_round(self) -> None:
+        """Ask once more for the chunks that nobody had so far; not at once, for those asked may get them."""
+        parked, self._parked = self._parked, []
+        for chunk in parked:
+            self._forward(chunk)
 
     def _begin(self, chunk: int) -> None:
         """As :meth:`_forward`, without laying out the whole route of a chunk whose first source is there."""
@@ -173,9 +190,7 @@ class Schedule:
         if source in self._gone or source in self._suspects:
             self._forward(chunk)
         else:
-            self._step[chunk] = 1
-            self._copies[chunk] += 1
-            self._queues[source].append((chunk, True))
+            self._queue(chunk, source, True, 1)
 
     def _drop_copy(self, chunk: int) -> None:
         self._copies[chunk] -= 1
@@ -183,22 +198,40 @@ class Schedule:
             self._forward(chunk)
 
     def _forward(self, chunk: int) -> None:
-        """Queue ``chunk`` at the next source of its route that can be asked."""
+        """Queue ``chunk`` at the next source of its route that can be asked; after the last, the round is over."""
         step = self._step.get(chunk, 0)
         route = list(self._route(chunk))
-        while step < MAX_ROUNDS * len(route):
-            source, wait = route[step % len(route)]
-            if step and route[(step - 1) % len(route)] == (self._learner, True):
+        end = (step // len(route) + 1) * len(route)
+        for at in range(step, end):
+            if at and route[(at - 1) % len(route)] == (self._learner, True):
                 self._renounced.append(chunk)
-            step += 1
+            source, wait = route[at % len(route)]
             if source not in self._gone and chunk not in self._open[source]:
-                self._step[chunk] = step
-                self._copies[chunk] += 1
-                self._queues[source].append((chunk, wait))
+                self._queue(chunk, source, wait, at + 1)
                 return
-        self._step[chunk] = step
+        self._step[chunk] = end
         if self._copies[chunk] <= 0:
-            self._unobtainable.add(chunk)
+            gone = all(source in self._gone for source, _ in route)
+            if gone or end >= MAX_ROUNDS * len(route):
+                self._unobtainable.add(chunk)
+            else:
+                self._parked.append(chunk)
+
+    def _queue_elsewhere(self, chunk: int) -> bool:
+        """Queue ``chunk`` at one more source that will have it, without giving up this peer's place."""
+        step = self._step.get(chunk, 0)
+        route = list(self._route(chunk))
+        for at in range(step, route.index((self._learner, True)) + 1):
+            source, wait = route[at]
+            if source not in self._gone and chunk not in self._open[source]:
+                self._queue(chunk, source, wait, at + 1)
+                return True
+        return False
+
+    def _queue(self, chunk: int, source: PeerId, wait: bool, step: int) -> None:
+        self._step[chunk] = step
+        self._copies[chunk] += 1
+        self._queues[source].append((chunk, wait))
 
     def _route(self, chunk: int) -> Iterator[tuple[PeerId, bool]]:
         """The sources of ``chunk`` in the order in which they are asked, and whether each shall wait."""

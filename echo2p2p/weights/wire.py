@@ -59,9 +59,10 @@ class Body(msgspec.Struct, frozen=True, tag="body"):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """The bytes of chunk ``index`` follow; the manifest says how many."""
+    """The bytes of chunk ``index`` follow; the manifest says how many. ``n_ready`` more are ready to be sent."""
 
     index: Annotated[int, Meta(ge=0, lt=2**24)]
+    n_ready: Annotated[int, Meta(ge=0, le=MAX_WANTS)] = 0
 
 
 class Missing(msgspec.Struct, frozen=True, tag="missing"):

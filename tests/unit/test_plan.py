@@ -232,9 +232,12 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
     have = set(range(n_chunks)) - it.missing
     honest = rng.random() < 0.5
     for _ in range(20_000):
+        it.next_round()
         busy = it.busy_sources()
-        if not busy:
+        if not busy and (it.done or it.unobtainable == it.missing):
             break
+        if not busy:
+            continue
         source = rng.choice(busy)
         chunks = take_all(it, source)
         match rng.randrange(5):
