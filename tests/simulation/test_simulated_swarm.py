@@ -92,7 +92,12 @@ def test_nothing_is_trained_twice_or_skipped_when_workers_and_learner_are_killed
     async def main():
         async with MemorySwarm(seed=seed, default_delay_s=0.05) as swarm:
             run = SimulatedRun(
-                swarm, settings, t_train_s=10, snapshot_bytes=64 * 1024, events=tmp_path / "e.jsonl"
+                swarm,
+                settings,
+                t_train_s=10,
+                snapshot_bytes=64 * 1024,
+                events=tmp_path / "e.jsonl",
+                journal=rng.choice([tmp_path / "journal", None]),
             )
             running, numbers = {}, iter(range(1000))
 
