@@ -4,8 +4,9 @@
 
 The path is the real one, from the bytes of a frame on a work session to a batch that the trainer would be given:
 read and decode, claim (lease, sender, window), contents (prompt, token ids, log-probabilities, the reward computed
-again through tokenizer and task), replay buffer, window, batch, books. Only the socket and the training are left
-out. Groups are of 16 samples, batches of 32 groups; every batch makes a version.
+again through tokenizer and task), replay buffer, journal (in the folder for temporary files), verdict, window,
+batch, books. Only the socket and the training are left out. Groups are of 16 samples, batches of 32 groups; every
+batch makes a version.
 
 The last line on stdout is one JSON object:
 
@@ -24,6 +25,7 @@ import json
 import math
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,7 @@ from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.data.work import FromWorker, Submit
 from echo2p2p.learning.admission import check_contents
 from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.sessions import Session
 from echo2p2p.swarm.clock import SystemClock
@@ -79,7 +82,8 @@ def main() -> None:
     trajectories = len(bodies) * _OPTIONS.samples_per_prompt
     best, best_wall = math.inf, math.inf
     for _ in range(arguments.rounds):
-        cpu, wall = asyncio.run(_take_in(bodies, scorer))
+        with tempfile.TemporaryDirectory() as folder:
+            cpu, wall = asyncio.run(_take_in(bodies, scorer, Path(folder)))
         best, best_wall = min(best, cpu), min(best_wall, wall)
         _say(f"{trajectories / cpu:,.0f} trajectories a second of processor time")
     groups = [decode(body, FromWorker).group for body in bodies[:64]]
@@ -96,14 +100,15 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-async def _take_in(bodies: list[bytes], scorer: TaskScorer) -> tuple[float, float]:
+async def _take_in(bodies: list[bytes], scorer: TaskScorer, folder: Path) -> tuple[float, float]:
     """Admit all of ``bodies`` and draw them as batches; returns seconds of processor time and on the clock."""
     clock = SystemClock()
     ledger = PromptLedger(first_lease=_LEASE)
     ledger.lease(_WORKER, len(bodies), now=clock.monotonic(), duration_s=3600)
     events = EventLog(None, role="learner", peer="learner", clock=clock)
+    journal = Journal(folder)
     dispatcher = Dispatcher(
-        _OPTIONS, ledger=ledger, scorer=scorer, clock=clock, events=events, t_train_s=1.0
+        _OPTIONS, ledger=ledger, scorer=scorer, clock=clock, events=events, t_train_s=1.0, journal=journal
     )
     stream = _Frames(bodies)
     session = Session(stream, _advert())  # type: ignore[arg-type]
@@ -111,6 +116,8 @@ async def _take_in(bodies: list[bytes], scorer: TaskScorer) -> tuple[float, floa
     telling = asyncio.ensure_future(session.write_outbox())
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(len(bodies) // _OPTIONS.prompts_per_step):
+        if dispatcher.version % _OPTIONS.publication_period == 0:
+            dispatcher.captured(durable=dispatcher.version)
         session.prove(dispatcher.version)
         for _ in range(_OPTIONS.prompts_per_step):
             message: FromWorker = await receive(
@@ -123,6 +130,7 @@ async def _take_in(bodies: list[bytes], scorer: TaskScorer) -> tuple[float, floa
         dispatcher.trained(await dispatcher.next_batch())
         dispatcher.version += 1
     spent = time.process_time() - cpu, time.perf_counter() - wall
+    journal.close()
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
     if session.refused or ledger.n_trained != len(bodies):
@@ -132,7 +140,9 @@ async def _take_in(bodies: list[bytes], scorer: TaskScorer) -> tuple[float, floa
 
 def _check(group: Group, scorer: TaskScorer) -> bool:
     n_samples, longest = _OPTIONS.samples_per_prompt, _OPTIONS.max_new_tokens
-    return isinstance(check_contents(group, scorer=scorer, n_samples=n_samples, max_new_tokens=longest), Group)
+    return isinstance(
+        check_contents(group, scorer=scorer, n_samples=n_samples, max_new_tokens=longest), Group
+    )
 
 
 def _plain_check(group: Group, scorer: TaskScorer) -> bool:

@@ -181,7 +181,9 @@ async def run_learner(
             # A run that goes on under another number makes other versions than those that were drawn for.
             step = checkpoint.step if checkpoint is not None else None
             resume_from = step if state is not None and state.step == step else None
-            open_journal = partial(Journal, run_dir.journal, resume_from=resume_from, keep=options.keep_journal)
+            open_journal = partial(
+                Journal, run_dir.journal, resume_from=resume_from, keep=options.keep_journal
+            )
             journal = await asyncio.to_thread(open_journal)
         learner = Learner(
             network,

@@ -125,9 +125,7 @@ class Journal:
             os.close(self._file)
             self._file = None
 
-    def _open(
-        self, version: int, waiting: Iterable[Entry], batches: Mapping[int, Sequence[Entry]]
-    ) -> None:
+    def _open(self, version: int, waiting: Iterable[Entry], batches: Mapping[int, Sequence[Entry]]) -> None:
         self.close()
         self._newest = version
         path = self._folder / f"groups-{version:012d}.journal"

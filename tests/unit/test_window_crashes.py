@@ -49,7 +49,11 @@ class LearnerUnderChurn:
 
     def __init__(self, folder, rng, *, journalled):
         self.folder, self.rng, self.journalled = folder, rng, journalled
-        staleness, kappa, mode = rng.randrange(5), rng.randrange(1, 4), rng.choice(["async", "async", "sequential"])
+        staleness, kappa, mode = (
+            rng.randrange(5),
+            rng.randrange(1, 4),
+            rng.choice(["async", "async", "sequential"]),
+        )
         self.settings = LearnerSettings(
             staleness=staleness, kappa=kappa, mode=mode, prompts_per_step=2, samples_per_prompt=2, lease_s=10
         )
