@@ -36,6 +36,7 @@ from echo2p2p.swarm.messages import decode, encode
 log = logging.getLogger("echo2p2p.learner")
 
 _NAME = re.compile(r"groups-(\d{12})\.journal")
+_WRITING = ".writing"
 _LENGTH_BYTES = 4
 _DIGEST_BYTES = 16
 
@@ -72,7 +73,8 @@ class Journal:
 
     Args:
         folder: of the segments.
-        resume_from: version of the checkpoint that the run goes on from; None to begin anew, without what is there.
+        resume_from: version of the checkpoint that the run goes on from. If None, or if no segment begins there,
+            the journal begins anew and what is there goes.
         keep: leave segments where they are that no checkpoint needs any more, so that the whole run can be
             trained again with :func:`read`.
 
@@ -87,6 +89,8 @@ class Journal:
         self._newest = -1
         self.found = Contents()
         folder.mkdir(parents=True, exist_ok=True)
+        for left_over in folder.glob(f"*{_WRITING}"):
+            left_over.unlink()
         segments = _segments(folder)
         if resume_from is None or resume_from not in segments:
             for path in segments.values():
@@ -129,7 +133,7 @@ class Journal:
         self.close()
         self._newest = version
         path = self._folder / f"groups-{version:012d}.journal"
-        temporary = path.with_suffix(".writing")
+        temporary = path.with_suffix(_WRITING)
         try:
             self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         except OSError as error:
