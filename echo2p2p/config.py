@@ -140,6 +140,14 @@ class LearnerSettings(Section):
     wait_for_disk: bool = Field(
         True, description="on a full disk, wait for room and try again; false: leave with exit code 7"
     )
+    journal: bool = Field(
+        True,
+        description="write accepted groups and drawn batches to disk first: after a crash the same batches are "
+        "trained again, and nothing that was accepted has to be rolled out again",
+    )
+    keep_journal: bool = Field(
+        False, description="keep all of it, not only since the last checkpoint: the run can be trained again"
+    )
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
     optimizer: OptimizerSettings = OptimizerSettings()
 

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,7 @@ async def run_learner(
     scorer, trainer, engine = await asyncio.to_thread(_load_policy, settings, checkpoint)
 
     from echo2p2p.data.trajectory import Sampling
+    from echo2p2p.learning.journal import Journal
     from echo2p2p.learning.learner import Learner
     from echo2p2p.learning.state import LearnerState, roll_forward
     from echo2p2p.learning.training import ThreadTrainer
@@ -170,11 +172,19 @@ async def run_learner(
             upload_mbit=settings.learner.upload_mbit or math.inf,
         )
         await publisher.start()
-        state = None
+        state, journal = None, None
         if checkpoint is not None:
             state = msgspec.msgpack.decode(checkpoint.learner_state, type=LearnerState)
             newest = publisher.newest.manifest.version if publisher.newest else -1
             state = roll_forward(state, newest)
+        if options.journal:
+            # A run that goes on under another number makes other versions than those that were drawn for.
+            step = checkpoint.step if checkpoint is not None else None
+            resume_from = step if state is not None and state.step == step else None
+            open_journal = partial(
+                Journal, run_dir.journal, resume_from=resume_from, keep=options.keep_journal
+            )
+            journal = await asyncio.to_thread(open_journal)
         learner = Learner(
             network,
             run,
@@ -189,6 +199,7 @@ async def run_learner(
                 engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
             ),
             state=state,
+            journal=journal,
         )
         try:
             joined(network)
@@ -203,6 +214,8 @@ async def run_learner(
                         task.cancel()
             return finished
         finally:
+            if journal is not None:
+                journal.close()
             threads.close()
             await engine.close()
             events.close()

@@ -67,6 +67,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
     def policy(self) -> Path:
         """Where a worker unpacks the run's pinned policy files."""
         return self.path / "policy"

@@ -37,6 +37,7 @@ class PolicyTokenizer:
         if not tokenizer.is_fast:
             raise SettingsError(f"{policy_dir} holds no fast tokenizer", hint="add its tokenizer.json")
         self._tokenizer = tokenizer
+        self._size = len(tokenizer)  # it counts the vocabulary anew each time it is asked
         self._chat = chat_template and bool(tokenizer.chat_template)
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -57,11 +58,13 @@ class PolicyTokenizer:
 
     def decode_completion(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens and ids outside the vocabulary. Never raises."""
-        known = [token for token in tokens if 0 <= token < len(self._tokenizer)]
-        text: str = self._tokenizer.decode(
-            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        if not tokens:
+            return ""
+        if min(tokens) < 0 or max(tokens) >= self._size:
+            tokens = [token for token in tokens if 0 <= token < self._size]
+        # The tokenizer itself, without the wrapper's conversions, which take as long again as the decoding.
+        text: str = self._tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        return self._size

@@ -82,24 +82,24 @@ def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_toke
     """
     if len(group.samples) != n_samples:
         return Refusal.SAMPLES
-    if group.prompt != scorer.prompt_tokens(group.index):
-        return Refusal.PROMPT
-    samples = []
-    for sample in group.samples:
-        if len(sample.completion) > max_new_tokens:
-            return Refusal.LENGTH
-        if max(sample.completion) >= scorer.vocab_size:
-            return Refusal.TOKENS
-        if not plausible_logprobs(sample):
-            return Refusal.LOGPROBS
-        # Written so that a NaN is refused: no comparison with one is true.
-        try:
+    try:
+        if group.prompt != scorer.prompt_tokens(group.index):
+            return Refusal.PROMPT
+        samples = []
+        for sample in group.samples:
+            if len(sample.completion) > max_new_tokens:
+                return Refusal.LENGTH
+            if max(sample.completion) >= scorer.vocab_size:
+                return Refusal.TOKENS
+            if not plausible_logprobs(sample):
+                return Refusal.LOGPROBS
             reward = scorer.reward(group.index, sample.completion)
-        except TaskError:
-            return Refusal.TASK
-        if not abs(reward - sample.reward) <= REWARD_TOLERANCE:
-            return Refusal.REWARD
-        samples.append(msgspec.structs.replace(sample, reward=reward))
+            # Written so that a NaN is refused: no comparison with one is true.
+            if not abs(reward - sample.reward) <= REWARD_TOLERANCE:
+                return Refusal.REWARD
+            samples.append(msgspec.structs.replace(sample, reward=reward))
+    except TaskError:
+        return Refusal.TASK
     return msgspec.structs.replace(group, samples=samples)
 
 

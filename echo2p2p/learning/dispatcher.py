@@ -20,6 +20,7 @@ from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.data.work import Beat, Decline, FromWorker, Lease, Ready, Submit, Verdict
 from echo2p2p.learning.admission import Refusal, check_claim, check_contents
+from echo2p2p.learning.journal import Contents, Journal
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.replay import Entry, ReplayBuffer
 from echo2p2p.learning.sessions import Session
@@ -37,10 +38,16 @@ DECLINED_FOLLOWED = 4096
 REFUSALS_LOGGED = 100
 """Of one session; a worker that sends nothing but rubbish must not fill the disk with our complaints."""
 WAIT_REPORT_S = 30.0
+LEFT_THE_WINDOW = "left the window"
 
 
 class Dispatcher:
     """Leases, admission and batches of one run.
+
+    Args:
+        journal: where accepted groups and batches are written first; what it holds of an earlier life of the
+            learner is taken up: batches that were drawn are drawn again, in the same order. None: nowhere, and
+            what was accepted and not yet in a checkpoint is lost in a crash and leased again.
 
     Attributes:
         version: v_t, the learner's version; set by the learner after each step.
@@ -59,6 +66,7 @@ class Dispatcher:
         clock: Clock,
         events: EventLog,
         t_train_s: float,
+        journal: Journal | None = None,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
@@ -75,17 +83,22 @@ class Dispatcher:
         self._arrived = asyncio.Event()
         self._sessions: dict[str, Session] = {}
         self._training = False
+        self._journal = journal
+        self._recorded: dict[int, list[Entry]] = {}
+        self._drawn: list[Entry] = []
         self._decliners: dict[int, set[str]] = {}
         self.version = 0
         self.published = -1
         self.t_train_s = t_train_s
         self.mean_tokens = float(settings.max_new_tokens)
         self.dropped: Counter[str] = Counter()
+        if journal is not None:
+            self._take_up(journal.found)
 
     @property
     def buffered(self) -> int:
         """Groups that wait to be trained."""
-        return len(self._replay)
+        return len(self._replay) + sum(map(len, self._recorded.values()))
 
     @property
     def leased(self) -> int:
@@ -223,7 +236,10 @@ class Dispatcher:
             refusal = verified if isinstance(verified, Refusal) else claim()
             if refusal is None and isinstance(verified, Group):
                 group = verified
-                refusal = None if self._replay.add(Entry(group, session.peer)) else Refusal.FULL
+                entry = Entry(group, session.peer, submit.lease)
+                refusal = None if self._replay.add(entry) else Refusal.FULL
+                if refusal is None and self._journal is not None:
+                    self._journal.accept(entry)
         held = self._ledger.holder(submit.lease, group.index) == session.peer
         if refusal is None:
             self._ledger.accept(submit.lease, group.index)
@@ -276,12 +292,16 @@ class Dispatcher:
         There is no deadline: a learner without workers waits for them, and says so every half minute.
         """
         while True:
+            batch = self._recorded_batch()
             for entry in self._replay.drop_stale(self.version):
-                self._ledger.drop(entry.group.index)
-                self.dropped["left the window"] += 1
-            batch = self._replay.take(self._group_quota, self.version)
+                self._drop(entry, LEFT_THE_WINDOW)
+            if batch is None:
+                batch = self._replay.take(self._group_quota, self.version)
+                if batch is not None and self._journal is not None:
+                    self._journal.draw(self.version, batch)
             if batch is not None:
                 self._training = True
+                self._drawn = batch
                 return batch
             self.top_up()
             self._arrived.clear()
@@ -294,7 +314,54 @@ class Dispatcher:
     def trained(self, batch: list[Entry]) -> None:
         """The batch has become a step."""
         self._training = False
+        self._drawn = []
         self._ledger.train([entry.group.index for entry in batch])
+
+    def captured(self, *, durable: int) -> None:
+        """The books of ``version`` are being saved; the checkpoint of version ``durable`` is on disk."""
+        if self._journal is not None:
+            drawn = {self.version: self._drawn} if self._drawn else {}
+            self._journal.begin(
+                self.version,
+                durable=durable,
+                waiting=self._replay.waiting(),
+                batches=drawn | self._recorded,
+            )
+
+    def _take_up(self, found: Contents) -> None:
+        """Go on with what an earlier life had accepted and not trained."""
+        for version, batch in found.batches.items():
+            if any(self._ledger.is_settled(entry.group.index) for entry in batch):
+                break  # not of the history that the checkpoint is of
+            self._recorded[version] = batch
+            for entry in batch:
+                self._ledger.hold(entry.group.index)
+        for entry in found.waiting:
+            if not self._ledger.is_settled(entry.group.index) and self._replay.add(entry):
+                self._ledger.hold(entry.group.index)
+
+    def _recorded_batch(self) -> list[Entry] | None:
+        """What ``version`` was trained on in an earlier life; None if it was not, or by other rules."""
+        batch = self._recorded.pop(self.version, None)
+        if (
+            batch is not None
+            and len(batch) == self._group_quota
+            and all(self._replay.admissible(entry.group.version, self.version) for entry in batch)
+        ):
+            return batch
+        # What was recorded for later versions followed from it.
+        for entry in (*(batch or ()), *(e for later in self._recorded.values() for e in later)):
+            if not self._replay.add(entry):
+                self._drop(entry, Refusal.FULL.value)
+        self._recorded.clear()
+        return None
+
+    def _drop(self, entry: Entry, reason: str) -> None:
+        """An accepted group will not be trained: its prompt is leased again, and its worker is told."""
+        self._ledger.drop(entry.group.index)
+        self.dropped[reason] += 1
+        if entry.worker in self._sessions:
+            self._sessions[entry.worker].tell(Verdict(entry.lease, entry.group.index, reason))
 
     def _next_check_s(self) -> float:
         """Until the next lease runs out: then its prompts go to somebody else."""

@@ -20,6 +20,7 @@ from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
 from echo2p2p.errors import OutOfDisk, SettingsError, SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.publication import Publication
@@ -68,6 +69,7 @@ class Learner:
         assets: the policy's small files (config, tokenizer) by name; every worker builds its engine from them.
         evaluate: scores snapshots on the held-out set; None to leave evaluation out.
         state: from a checkpoint; None for a new run. The trainer must hold the same step.
+        journal: resumed from the same checkpoint.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Learner:
         events: EventLog,
         evaluate: Evaluate | None = None,
         state: LearnerState | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -107,6 +110,7 @@ class Learner:
             clock=self._clock,
             events=events,
             t_train_s=settings.provisioning.t_train_prior_s,
+            journal=journal,
         )
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
@@ -361,6 +365,7 @@ class Learner:
         """Between two steps only: policy, trainer and books all belong to the same version."""
         snapshot, trainer = await self._trainer.capture()
         ledger = self._ledger.state()
+        self._dispatcher.captured(durable=self._publication.saved)
         state = LearnerState(
             step=self.step,
             frontier=ledger.frontier,

@@ -5,7 +5,7 @@ Pure: time is an argument. Guarantees:
 * An index is in one place at a time. It is leased to one worker at a time, and comes back when the lease
   ends, the group is refused, or the group falls out of the window.
 * What :meth:`PromptLedger.state` saves is only what was trained; after a restart everything else is leased
-  again, so a crash can neither skip nor repeat an index.
+  again, unless it is said to be buffered still, so a crash can neither skip nor repeat an index.
 """
 
 from __future__ import annotations
@@ -110,12 +110,16 @@ class PromptLedger:
     def give_back(self, lease: int, index: int) -> None:
         """The group of ``index`` will not come from this lease (refused, or declined)."""
         self._close(lease, index)
-        heapq.heappush(self._returned, index)
+        self._return(index)
+
+    def hold(self, index: int) -> None:
+        """The group of ``index`` was buffered by an earlier life of the learner, and still is."""
+        self._buffered.add(index)
 
     def drop(self, index: int) -> None:
         """The buffered group of ``index`` will not be trained (it fell out of the window)."""
         self._buffered.remove(index)
-        heapq.heappush(self._returned, index)
+        self._return(index)
 
     def train(self, indices: list[int]) -> None:
         """These buffered groups have been trained."""
@@ -165,7 +169,7 @@ class PromptLedger:
         since = (set(range(state.frontier, self._frontier)) | self._beyond) - set(state.beyond)
         self._frontier, self._beyond = state.frontier, set(state.beyond)
         for index in since:
-            heapq.heappush(self._returned, index)
+            self._return(index)
         return len(since)
 
     def state(self) -> LedgerState:
@@ -174,12 +178,16 @@ class PromptLedger:
     def _take_free(self) -> int:
         if self._returned:
             return heapq.heappop(self._returned)
-        # After a restart, indices past the next one may be trained already, or have become so meanwhile.
-        self._next_index = max(self._next_index, self._frontier)
-        while self._next_index in self._beyond:
-            self._next_index += 1
+        # After a restart, indices past the next one may be buffered or trained already.
+        while self.is_settled(self._next_index):
+            self._next_index = max(self._next_index + 1, self._frontier)
         self._next_index += 1
         return self._next_index - 1
+
+    def _return(self, index: int) -> None:
+        # One that no lease of this life has reached comes by itself.
+        if index < self._next_index:
+            heapq.heappush(self._returned, index)
 
     def _close(self, lease: int, index: int) -> None:
         state = self._leases[lease]
@@ -192,7 +200,7 @@ class PromptLedger:
         lease = self._leases.pop(number)
         self._count_down(lease.worker, len(lease.open))
         for index in lease.open:
-            heapq.heappush(self._returned, index)
+            self._return(index)
         return len(lease.open)
 
     def _count_down(self, worker: str, n: int) -> None:

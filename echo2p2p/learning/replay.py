@@ -19,10 +19,11 @@ from echo2p2p.data.trajectory import Group
 
 @dataclass(frozen=True)
 class Entry:
-    """A buffered group and who delivered it."""
+    """A buffered group, who delivered it, and under which lease."""
 
     group: Group
     worker: str
+    lease: int = 0
 
 
 class ReplayBuffer:
@@ -54,6 +55,10 @@ class ReplayBuffer:
             return False
         self._by_version.setdefault(entry.group.version, deque()).append(entry)
         return True
+
+    def waiting(self) -> list[Entry]:
+        """All that is in the buffer, oldest version first."""
+        return [entry for version in sorted(self._by_version) for entry in self._by_version[version]]
 
     def drop_stale(self, learner_version: int) -> list[Entry]:
         """Remove and return every group that has left the window at ``learner_version``."""

@@ -11,6 +11,7 @@ import msgspec
 
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings
+from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.learner import Learner
 from echo2p2p.learning.state import LearnerState, roll_forward
 from echo2p2p.rollout.worker import Worker
@@ -45,6 +46,7 @@ class SimulatedRun:
     Attributes:
         mean_tokens: completion tokens a rollout.
         install_s: what a swap takes in every engine.
+        journal: folder of the learner's journal; None: it has none.
     """
 
     swarm: MemorySwarm
@@ -56,6 +58,7 @@ class SimulatedRun:
     learner_upload_mbit: float = 300.0
     seed: int = 0
     events: Path | None = None
+    journal: Path | None = None
     identity: Identity = field(default_factory=lambda: Identity.from_seed(b"learner".ljust(32)))
     workers: dict[str, Worker] = field(default_factory=dict)
 
@@ -77,12 +80,13 @@ class SimulatedRun:
             upload_mbit=self.learner_upload_mbit,
         )
         await publisher.start()
-        state = None
+        state = resume_from = None
         if self.trainer.checkpoints:
             self.trainer.restore(self.trainer.checkpoints[-1])
             state = msgspec.msgpack.decode(self.trainer.checkpoints[-1].learner_state, type=LearnerState)
             newest = publisher.newest.manifest.version if publisher.newest else -1
             state = roll_forward(state, newest)
+            resume_from = state.step if state.step == self.trainer.step else None
             self.trainer.step = state.step
         learner = Learner(
             network,
@@ -95,6 +99,7 @@ class SimulatedRun:
             assets={"config.json": b"{}"},
             events=events,
             state=state,
+            journal=Journal(self.journal, resume_from=resume_from) if self.journal is not None else None,
         )
         return learner, network
 

@@ -8,6 +8,7 @@ import pytest
 
 from echo2p2p.config import load
 from echo2p2p.data.work import WORK_PROTOCOL, Beat, FromLearner, Goodbye, Join, Submit, Verdict, Welcome
+from echo2p2p.learning.journal import read
 from echo2p2p.simulation.engine import ModelledScorer
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
 from echo2p2p.swarm.directory import Directory
@@ -92,7 +93,12 @@ def test_nothing_is_trained_twice_or_skipped_when_workers_and_learner_are_killed
     async def main():
         async with MemorySwarm(seed=seed, default_delay_s=0.05) as swarm:
             run = SimulatedRun(
-                swarm, settings, t_train_s=10, snapshot_bytes=64 * 1024, events=tmp_path / "e.jsonl"
+                swarm,
+                settings,
+                t_train_s=10,
+                snapshot_bytes=64 * 1024,
+                events=tmp_path / "e.jsonl",
+                journal=rng.choice([tmp_path / "journal", None]),
             )
             running, numbers = {}, iter(range(1000))
 
@@ -144,6 +150,68 @@ def test_nothing_is_trained_twice_or_skipped_when_workers_and_learner_are_killed
     assert len(missing) <= 8 * 6
     steps = [e for e in read_events(tmp_path / "e.jsonl") if e["event"] == "step"]
     assert max(e["staleness_max"] for e in steps) <= 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_learner_makes_the_same_versions_again_and_loses_nothing_it_accepted(seed, tmp_path):
+    """With its journal: what a version was trained on is the same in every life, and verdicts are promises."""
+    rng = random.Random(seed)
+    settings = settings_for(f"learner.mode={['async', 'sequential'][seed % 2]}")
+    made_of, accepted, dropped = {}, set(), []
+
+    async def main():
+        async with MemorySwarm(seed=seed, default_delay_s=0.05) as swarm:
+            run = SimulatedRun(
+                swarm, settings, t_train_s=10, snapshot_bytes=64 * 1024, journal=tmp_path / "journal"
+            )
+            train = run.trainer.train
+
+            async def watched(groups):
+                assert made_of.setdefault(run.trainer.step, list(groups)) == list(groups)
+                return await train(groups)
+
+            run.trainer.train = watched
+            working = []
+            for number in range(4):
+                worker, _ = await run.start_worker(WorkerModel(0.3, rng.uniform(60, 240)), number)
+                settle = worker._session._settle
+
+                def watch(verdict, settle=settle):
+                    if verdict.reason == "left the window":
+                        dropped.append(verdict.index)
+                    elif not verdict.reason:
+                        accepted.add(verdict.index)
+                    settle(verdict)
+
+                worker._session._settle = watch
+                working.append((worker, asyncio.ensure_future(worker.run())))
+            for _ in range(8):
+                learner, network = await run.start_learner()
+                life = asyncio.ensure_future(learner.run())
+                await asyncio.sleep(rng.uniform(20, 120))
+                swarm.kill(network)
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+            learner, _ = await run.start_learner()
+            life = asyncio.ensure_future(learner.run())
+            await asyncio.sleep(200)
+            learner.stop()
+            await life
+            for worker, task in working:
+                worker.stop()
+                await task
+            return run, learner
+
+    run, learner = run_virtual(main)
+    trained = run.trainer.trained
+    assert len(trained) == len(set(trained)) == 8 * learner.step
+    if settings.learner.is_sequential:
+        assert set(trained) == set(range(8 * learner.step))
+    assert learner.step > 20
+    left = read(tmp_path / "journal")
+    # A batch may have been drawn at the very moment of the stop: the next life would train it.
+    waiting = {entry.group.index for batch in (left.waiting, *left.batches.values()) for entry in batch}
+    assert accepted - set(dropped) <= set(trained) | waiting
 
 
 def test_sequential_training_uses_rollouts_of_the_newest_version_only(tmp_path):

@@ -111,6 +111,14 @@ def test_a_task_that_raises_refuses_the_group():
     assert check_contents(honest(), scorer=Broken(), n_samples=2, max_new_tokens=4) is Refusal.TASK
 
 
+def test_a_task_that_raises_on_the_prompt_refuses_the_group():
+    class Broken(ModelledScorer):
+        def prompt_tokens(self, index, split="train"):
+            raise TaskError("no")
+
+    assert check_contents(honest(), scorer=Broken(), n_samples=2, max_new_tokens=4) is Refusal.TASK
+
+
 def test_a_false_reward_is_refused():
     assert contents(honest(reward=1 - SCORER.reward(0, [3, 4]))) is Refusal.REWARD
     assert contents(honest(reward=math.nan)) is Refusal.REWARD

@@ -136,3 +136,14 @@ def test_going_back_leases_again_what_was_trained_since_and_nothing_else():
     assert ledger.go_back(before) == 2
     assert ledger.state() == before
     assert ledger.lease("w", 4, now=0.0, duration_s=60)[1] == [1, 4, 6, 7]
+
+
+def test_what_an_earlier_life_has_buffered_is_not_leased_until_it_is_dropped():
+    ledger = PromptLedger(LedgerState(frontier=1, beyond=(3,)))
+    for index in (2, 4):
+        ledger.hold(index)
+    assert ledger.n_buffered == 2
+    ledger.drop(4)  # no lease of this life has come so far: it is leased once, in its turn
+    assert ledger.lease("w", 3, now=0.0, duration_s=60)[1] == [1, 4, 5]
+    ledger.drop(2)
+    assert ledger.lease("w", 2, now=0.0, duration_s=60)[1] == [2, 6]

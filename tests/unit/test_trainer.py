@@ -11,7 +11,9 @@ import torch
 from policies import EOS, make_groups, make_policy
 
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
-from echo2p2p.learning.checkpoint import Checkpoint, load, save
+from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
+from echo2p2p.learning.journal import Journal, read
+from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings, TrainerState
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, threads=1)
@@ -174,6 +176,37 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(policy, tmp_path):
     second.train(make_groups(3))
     assert_same(straight.state(), second.state())
     assert straight.snapshot().fingerprint() == second.snapshot().fingerprint()
+
+
+def test_a_run_that_is_killed_after_any_step_ends_with_the_same_bits(policy, tmp_path):
+    """Checkpoint, and then the recorded batches since: that is what `--resume` does."""
+    settings = replace(SETTINGS, warmup_steps=3, weight_decay=0.1, updates_per_step=2)
+    checkpoints, journal = tmp_path / "checkpoints", Journal(tmp_path / "journal", keep=True)
+    undisturbed = GRPOTrainer(policy, settings)
+    for step in range(6):
+        if step % 2 == 0:
+            journal.begin(step, durable=step, waiting=[], batches={})
+            save(checkpoints, Checkpoint(step, undisturbed.state(), b""), keep=9)
+        batch = [
+            Entry(msgspec.structs.replace(group, index=8 * step + group.index), "worker")
+            for group in make_groups(step)
+        ]
+        for entry in batch:
+            journal.accept(entry)
+        journal.draw(step, batch)
+        undisturbed.train([entry.group for entry in batch])
+    journal.close()
+    recorded = read(tmp_path / "journal").batches
+    assert list(recorded) == list(range(6))
+    for killed_after in range(6):
+        # Two lives: the second one has only what is on the disk.
+        last = killed_after - killed_after % 2
+        resumed = GRPOTrainer(policy, settings)
+        resumed.load_state(load(folder_of(checkpoints, last)).trainer)
+        for step in range(last, 6):
+            resumed.train([entry.group for entry in recorded[step]])
+        assert_same(undisturbed.state(), resumed.state())
+        assert undisturbed.snapshot().fingerprint() == resumed.snapshot().fingerprint()
 
 
 def test_a_state_of_another_policy_is_refused_and_changes_nothing(policy):
