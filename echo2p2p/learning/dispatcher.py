@@ -282,6 +282,8 @@ class Dispatcher:
             batch = self._replay.take(self._group_quota, self.version)
             if batch is not None:
                 self._training = True
+                # Taking a batch makes room, also for workers that had none left and so will not ask.
+                self.top_up()
                 return batch
             self.top_up()
             self._arrived.clear()
