@@ -108,9 +108,7 @@ def make_pool(kind: str, n: int, seed: int) -> list[Candidate]:
     return [Candidate(f"w{i:05}", float(price[i]), float(mu[i])) for i in range(n)]
 
 
-def optimum(
-    pool: list[Candidate], target: float, *, time_limit_s: float = 2.0
-) -> tuple[float, bool]:
+def optimum(pool: list[Candidate], target: float, *, time_limit_s: float = 2.0) -> tuple[float, bool]:
     """$/h of the cheapest set that reaches ``target`` as HiGHS finds it, and whether it proved that.
 
     Raises:

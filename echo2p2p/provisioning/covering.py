@@ -21,7 +21,7 @@ History = list[tuple[int, Indices, Mask]]
 
 TOLERANCE = 1e-3
 """An answer this near to the bound is not improved any further."""
-ROUNDING = 1e-12
+ROUNDING = 1e-11
 """A need met but for this part of it is met: sums of floats depend on their order."""
 GREEDY_ROUNDS = 8
 """Greedy answers, each of smaller items than the one by which the one before overshot."""
@@ -44,10 +44,11 @@ def cover(cost: Floats, size: Floats, need: float) -> Mask:
         (n,), which items are chosen; all of them if even they do not reach ``need``.
     """
     n = len(cost)
-    need *= 1 - ROUNDING
     total = np.cumsum(size)
     if n == 0 or need <= 0:
         return np.zeros(n, dtype=np.bool_)
+    # A need so small that it vanishes in sums of sizes is still one that asks for somebody.
+    need = max(need * (1 - ROUNDING), 1e3 * ROUNDING * float(size.max()))
     if total[-1] <= need:
         return np.ones(n, dtype=np.bool_)
     best, there = np.ones(n, dtype=np.bool_), np.arange(n)
@@ -152,9 +153,7 @@ class _Search:
         self._best = best
 
 
-def _grown(
-    sizes: Floats, gaps: Floats, change: float, extra: float
-) -> tuple[Floats, Floats, Indices, Mask]:
+def _grown(sizes: Floats, gaps: Floats, change: float, extra: float) -> tuple[Floats, Floats, Indices, Mask]:
     """Every pair as it is and with one more item flipped, by size, largest first."""
     n = len(sizes)
     both = np.concatenate([sizes, sizes + change])
