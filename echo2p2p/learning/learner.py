@@ -352,7 +352,7 @@ class Learner:
         return goal is not None and self._reward_after is not None and self._reward_after >= goal
 
     async def _unless_stopped(self, wait: Coroutine[Any, Any, T]) -> T | None:
-        """What ``wait`` returns; None if :meth:`stop` is called before, weights prove unsound, or the budget is spent."""
+        """What ``wait`` returns; None after :meth:`stop`, or once weights prove unsound or the budget is spent."""
         waiting = asyncio.ensure_future(wait)
         stop = asyncio.ensure_future(self._stop.wait())
         unsound = asyncio.ensure_future(self._recovery.needed.wait())

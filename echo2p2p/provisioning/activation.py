@@ -14,7 +14,6 @@ import numpy as np
 
 from echo2p2p.provisioning.covering import ROUNDING, Floats, Mask, cover
 
-
 LEAST_MU = 1e-9
 """Rollouts a second; a worker that delivers fewer delivers none."""
 
@@ -55,7 +54,9 @@ def cheapest(
     of the optimum on the price lists of ``benchmarks/activation``. If no set under the price cap reaches
     ``target``, the set under the cap that delivers most is returned: a slow learner beats a stopped one.
     """
-    pool, price, mu = _in_order(c for c in candidates if c.mu > LEAST_MU and c.price_per_hour <= price_cap_per_hour)
+    pool, price, mu = _in_order(
+        c for c in candidates if c.mu > LEAST_MU and c.price_per_hour <= price_cap_per_hour
+    )
     chosen = cover(price, mu, target)
     if float(price[chosen].sum()) > price_cap_per_hour * (1 + ROUNDING):
         chosen = _most_under(price, mu, price_cap_per_hour)
