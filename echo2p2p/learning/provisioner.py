@@ -84,6 +84,7 @@ class Provisioner:
         self.winding_down = False
         self.spent = asyncio.Event()
         self._shortfall = Shortfall()
+        self._shortfall_is_news = False
         self._waiting_since: float | None = None
 
     @property
@@ -128,10 +129,17 @@ class Provisioner:
 
     def learner_trains(self) -> None:
         """The learner has its batch."""
-        if self._waiting_since is not None and self._overlaps:
-            waited_s = self._clock.monotonic() - self._waiting_since
-            self._shortfall.stepped(waited_s, self.t_train.seconds)
+        if self._waited_s is not None and self._shortfall.stepped(self._waited_s, self.t_train.seconds):
+            self._shortfall_is_news = True
+            self._changed.set()
         self._waiting_since = None
+
+    @property
+    def _waited_s(self) -> float | None:
+        """For how long the learner has waited, if that says anything about the pool."""
+        if self._waiting_since is None or not self._overlaps:
+            return None
+        return self._clock.monotonic() - self._waiting_since
 
     @property
     def _overlaps(self) -> bool:
@@ -180,16 +188,12 @@ class Provisioner:
                 session.advertised(session.advert)
         if self._over_budget():
             return
-        waiting = self._waiting_since is not None and self._overlaps
-        if self._waiting_since is not None and waiting:
-            self._shortfall.waits(self._clock.monotonic() - self._waiting_since, self.t_train.seconds)
+        if self._waited_s is not None and self._shortfall.waits(self._waited_s, self.t_train.seconds):
+            self._shortfall_is_news = True
+        waiting, self._shortfall_is_news = self._shortfall_is_news, False
         candidates = self._candidates()
-        decision = self._activator.decide(
-            self._clock.monotonic(),
-            candidates,
-            self.mu_target,
-            waiting=waiting and self._shortfall.factor > 1,
-        )
+        now = self._clock.monotonic()
+        decision = self._activator.decide(now, candidates, self.mu_target, waiting=waiting)
         for peer in decision.release:
             self._release(self._sessions[peer])
         price = self.spend_per_hour + sum(self._sessions[p].price_per_hour for p in decision.activate)

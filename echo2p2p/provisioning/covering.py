@@ -94,7 +94,8 @@ class _Search:
     def __init__(self, cost: Floats, size: Floats, need: float, best: Mask) -> None:
         self._cost, self._size, self._need, self._best = cost, size, need, best
         total = np.cumsum(size)
-        self._last = int(np.searchsorted(total, need))
+        # The sums of ``best`` and of all may differ in their last bit.
+        self._last = min(int(np.searchsorted(total, need)), len(cost) - 1)
         self._start = np.arange(len(cost)) < self._last
         self._start_size = float(total[self._last] - size[self._last])
         self._rate = float(cost[self._last] / size[self._last])

@@ -88,21 +88,25 @@ class Shortfall:
     FORGOTTEN = 0.1
 
     STEPS_TO_BEGIN = 2
+    """The step that waits, and one for the workers that it brings."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._steps_to_go = 0
 
-    def waits(self, idle_s: float, t_train_s: float) -> None:
-        """The learner has waited for ``idle_s`` so far."""
+    def waits(self, idle_s: float, t_train_s: float) -> bool:
+        """The learner has waited for ``idle_s`` so far; returns whether that is news."""
         part = idle_s / t_train_s
-        if not self._steps_to_go and part > self.TOLERATED:
-            self.factor = min(self.LARGEST, self.factor * (1 + part))
-            self._steps_to_go = self.STEPS_TO_BEGIN
+        if self._steps_to_go or part <= self.TOLERATED or self.factor >= self.LARGEST:
+            return False
+        self.factor = min(self.LARGEST, self.factor * (1 + part))
+        self._steps_to_go = self.STEPS_TO_BEGIN
+        return True
 
-    def stepped(self, idle_s: float, t_train_s: float) -> None:
-        """The learner has a batch, for which it waited ``idle_s`` in all."""
-        self.waits(idle_s, t_train_s)
+    def stepped(self, idle_s: float, t_train_s: float) -> bool:
+        """The learner has a batch, for which it waited ``idle_s`` in all; returns whether that is news."""
+        news = self.waits(idle_s, t_train_s)
         self._steps_to_go = max(0, self._steps_to_go - 1)
         if idle_s <= self.TOLERATED * t_train_s:
             self.factor = 1 + (self.factor - 1) * (1 - self.FORGOTTEN)
+        return news
