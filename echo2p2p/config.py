@@ -177,6 +177,9 @@ class ProvisioningSettings(Section):
     persistence_s: NonNegative = Field(20, description="how long a drift must last before anybody is moved")
     period_s: Positive = Field(2, description="seconds between decisions")
     price_cap_per_hour: Positive | None = Field(None, description="$/h that the active set never exceeds")
+    budget_usd: Positive | None = Field(
+        None, description="$ that the run never exceeds; when they are spent it ends with exit code 8"
+    )
     t_train_prior_s: Positive = Field(10, description="T_train until the first step has been measured")
     t_bcast_prior_s: NonNegative = Field(1, description="T_bcast until the first broadcast has been measured")
 

@@ -23,6 +23,7 @@
     │   ├── OutOfDisk
     │   │   └── StoreFull             the chunk store may take no more, however much room the disk has
     │   └── OutOfMemory
+    ├── BudgetSpent               8   provisioning.budget_usd is used up
     ├── EngineError                   the inference engine could not generate or install
     └── TaskError                     a task raised where it must not
 
@@ -130,6 +131,10 @@ class StoreFull(OutOfDisk):
 
 class OutOfMemory(ResourceError):  # noqa: N818
     pass
+
+
+class BudgetSpent(Echo2p2pError):  # noqa: N818
+    exit_code = 8
 
 
 class EngineError(Echo2p2pError):

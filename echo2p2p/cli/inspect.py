@@ -54,7 +54,7 @@ def peers(as_json: bool, timeout_s: float, **swarm: Any) -> None:
     async def look(network: Any) -> list[Any]:
         return list(await network.peers())
 
-    found = _look(swarm, look, timeout_s)
+    found = join_and_look(swarm, look, timeout_s)
     if as_json:
         print_json([{"peer": p.peer, "addresses": list(p.addresses)} for p in found])
         return
@@ -73,7 +73,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
     async def look(network: Any) -> tuple[dict[str, Any], Any]:
         from echo2p2p.swarm.directory import Directory
 
-        directory = Directory(network, await _only_run(network, run, timeout_s))
+        directory = Directory(network, await only_run(network, run, timeout_s))
         await directory.learner(timeout_s)  # its record says where to dial it
         adverts = await directory.workers(timeout_s)
         try:
@@ -85,7 +85,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             status = None
         return adverts, status
 
-    adverts, status = _look(swarm, look, timeout_s)
+    adverts, status = join_and_look(swarm, look, timeout_s)
     seen = {w.peer: w for w in status.workers} if status else {}
     rows = []
     for peer in {**adverts, **seen}:
@@ -159,7 +159,7 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
     from echo2p2p.swarm.directory import Directory
 
     async def look(network: Any) -> dict[str, Any]:
-        directory = Directory(network, await _only_run(network, run, timeout_s))
+        directory = Directory(network, await only_run(network, run, timeout_s))
         record = await directory.learner(timeout_s)
         facts: dict[str, Any] = {"run": directory.keys.run}
         if record is not None:
@@ -173,7 +173,7 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             facts["workers"] = len([w for w in status.workers if w.gone_s is None])
         return facts
 
-    facts = _look(swarm, look, timeout_s)
+    facts = join_and_look(swarm, look, timeout_s)
     if len(facts) == 1:
         raise SwarmError(
             f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s"
@@ -196,7 +196,7 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
         from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, get_manifest
         from echo2p2p.weights.manifest import ManifestVerifier
 
-        directory = Directory(network, await _only_run(network, run, timeout_s))
+        directory = Directory(network, await only_run(network, run, timeout_s))
         await directory.learner(timeout_s)  # its record says where to dial it
         record = await directory.manifest(timeout_s)
         if record is None or not isinstance(record.body, ManifestRecord):
@@ -225,7 +225,7 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
             "signature": "verified",
         }
 
-    facts = _look(swarm, look, timeout_s)
+    facts = join_and_look(swarm, look, timeout_s)
     if as_json:
         print_json(facts)
         return
@@ -256,7 +256,7 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
             )
         return rows
 
-    rows = _look(swarm, look, timeout_s)
+    rows = join_and_look(swarm, look, timeout_s)
     if as_json:
         print_json(rows)
         return
@@ -270,7 +270,7 @@ def record(key: str, as_json: bool, timeout_s: float, **swarm: Any) -> None:
     )
 
 
-def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+def join_and_look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
     """Join with a throw-away identity, ask, leave."""
     if not swarm.get("initial_peers"):
         raise click.UsageError(
@@ -292,7 +292,7 @@ def _look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]], timeout_s: 
     return run_role(main)
 
 
-async def _only_run(network: Any, run: str | None, timeout_s: float) -> str:
+async def only_run(network: Any, run: str | None, timeout_s: float) -> str:
     """The run that was named, or the only one there is."""
     if run is not None:
         return run
@@ -322,4 +322,4 @@ def _pairs(values: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-__all__: Sequence[str] = ["command"]
+__all__: Sequence[str] = ["command", "join_and_look", "only_run"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.cli.options import json_option
+from echo2p2p.cli.options import json_option, swarm_options
 from echo2p2p.cli.table import print_json, print_table
 from echo2p2p.errors import SettingsError
 from echo2p2p.provisioning.activation import Candidate
@@ -19,7 +19,7 @@ MAX_CSV_BYTES = 16 * 2**20
 
 
 @click.command("plan")
-@click.argument("prices", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("prices", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--rollouts", "-R", type=click.IntRange(1), required=True, help="Rollouts per training step (R)."
 )
@@ -38,11 +38,21 @@ MAX_CSV_BYTES = 16 * 2**20
 @click.option(
     "--staleness", "-S", type=click.IntRange(1), default=3, show_default=True, help="Staleness budget (S)."
 )
-@click.option("--kappa", type=click.IntRange(1), help="Publication period.  [max(1, S − 1)]")
+@click.option(
+    "--kappa", type=click.IntRange(1), help="Publication period.  [the one that needs the fewest rollouts/s]"
+)
 @click.option("--gamma", type=click.FloatRange(1), default=1.1, show_default=True, help="Safety factor.")
+@click.option("--price-cap", type=click.FloatRange(0, min_open=True), help="$/h that is never exceeded.")
+@click.option(
+    "--run", metavar="NAME@LEARNER", help="Instead of PRICES: the workers of a run, as its learner sees them."
+)
+@click.option(
+    "--timeout", "timeout_s", default=15.0, show_default=True, help="Seconds for each answer of the swarm."
+)
 @json_option
+@swarm_options
 def command(
-    prices: Path,
+    prices: Path | None,
     rollouts: int,
     t_train: float,
     t_bcast: float | None,
@@ -51,13 +61,18 @@ def command(
     staleness: int,
     kappa: int | None,
     gamma: float,
+    price_cap: float | None,
+    run: str | None,
+    timeout_s: float,
     as_json: bool,
+    **swarm: Any,
 ) -> None:
     """Which workers keep a learner busy, and at what price?
 
-    PRICES is a CSV file with the columns worker, price_per_hour, rollouts_per_s, and optionally count.
+    PRICES is a CSV file with the columns worker, price_per_hour, rollouts_per_s, and optionally count. Without it,
+    and with --initial-peers, the workers of a running swarm are taken, at the speeds that its learner has measured.
     """
-    for value in (t_train, t_bcast, model_gb, bandwidth_mbit, gamma):
+    for value in (t_train, t_bcast, model_gb, bandwidth_mbit, gamma, price_cap):
         if value is not None and not math.isfinite(value):
             raise click.UsageError(f"{value} is not a number to plan with")
     if t_bcast is not None and (model_gb is not None or bandwidth_mbit is not None):
@@ -66,10 +81,13 @@ def command(
         if model_gb is None or bandwidth_mbit is None:
             raise click.UsageError("give --t-bcast, or --model-gb and --bandwidth-mbit")
         t_bcast = model_gb * 8000 / bandwidth_mbit
-    workers = _read_prices(prices)
+    if (prices is None) == (not swarm["initial_peers"]):
+        raise click.UsageError("give either PRICES, or --initial-peers for the workers of a swarm")
+    workers = _read_prices(prices) if prices is not None else _ask_swarm(run, timeout_s, swarm)
 
     def at(s: int) -> Plan:
-        return plan(Inputs(rollouts, t_train, t_bcast, s, gamma, kappa if s == staleness else None), workers)
+        fixed = kappa if s == staleness else None
+        return plan(Inputs(rollouts, t_train, t_bcast, s, gamma, fixed, price_cap or math.inf), workers)
 
     chosen = at(staleness)
     others = [at(s) for s in range(max(1, staleness - 2), staleness + 4)]
@@ -111,6 +129,22 @@ def _facts(result: Plan) -> dict[str, Any]:
         "price_per_step": result.price_per_step,
         "predicted_staleness": result.delta_cons,
     }
+
+
+def _ask_swarm(run: str | None, timeout_s: float, swarm: dict[str, Any]) -> list[Candidate]:
+    """The workers that are with a run's learner. Raises SwarmError where it does not answer."""
+    from echo2p2p.cli.inspect import join_and_look, only_run
+    from echo2p2p.learning.status import ask_status
+
+    async def look(network: Any) -> list[Candidate]:
+        from echo2p2p.swarm.directory import Directory
+
+        directory = Directory(network, await only_run(network, run, timeout_s))
+        await directory.learner(timeout_s)  # its record says where to dial it
+        status = await ask_status(network, directory.keys, timeout_s=timeout_s)
+        return [Candidate(w.peer, w.price_per_hour, w.mu) for w in status.workers if w.gone_s is None]
+
+    return join_and_look(swarm, look, timeout_s)
 
 
 def _read_prices(file: Path) -> list[Candidate]:

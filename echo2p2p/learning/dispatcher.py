@@ -91,6 +91,7 @@ class Dispatcher:
         self.published = -1
         self.t_train_s = t_train_s
         self.mean_tokens = float(settings.max_new_tokens)
+        self._lengths = 0
         self.dropped: Counter[str] = Counter()
         if journal is not None:
             self._take_up(journal.found)
@@ -244,7 +245,7 @@ class Dispatcher:
         if refusal is None:
             self._ledger.accept(submit.lease, group.index)
             session.accepted += 1
-            self.mean_tokens += 0.05 * (group.n_tokens / len(group.samples) - self.mean_tokens)
+            self._note_length(group.n_tokens / len(group.samples))
             self._arrived.set()
         else:
             if held:
@@ -261,6 +262,11 @@ class Dispatcher:
             mean_tokens=self.mean_tokens,
         )
         session.tell(Verdict(submit.lease, group.index, refusal.value if refusal else ""))
+
+    def _note_length(self, tokens: float) -> None:
+        """All count alike at first: the setting that it starts from is a limit, often far off."""
+        self._lengths += 1
+        self.mean_tokens += max(0.05, 1 / (1 + self._lengths)) * (tokens - self.mean_tokens)
 
     def _declined(self, session: Session, message: Decline) -> None:
         """Prompts come back. One that several workers could not roll out is set aside for good."""
@@ -302,6 +308,8 @@ class Dispatcher:
             if batch is not None:
                 self._training = True
                 self._drawn = batch
+                # Taking a batch makes room, also for workers that had none left and so will not ask.
+                self.top_up()
                 return batch
             self.top_up()
             self._arrived.clear()

@@ -18,7 +18,7 @@ from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
-from echo2p2p.errors import OutOfDisk, SettingsError, SwarmError
+from echo2p2p.errors import BudgetSpent, OutOfDisk, SettingsError, SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
@@ -140,6 +140,7 @@ class Learner:
             sessions=self._sessions.open,
             mean_tokens=lambda: self._dispatcher.mean_tokens,
             activated=self._on_activated,
+            outstanding=self._ledger.outstanding,
             clock=self._clock,
             events=events,
         )
@@ -176,6 +177,7 @@ class Learner:
         self._reward_before = self._state.reward_before
         self._reward_after: float | None = None
         self._scored_at = -1
+        self._steps_here = 0
         self._staleness_max = self._state.staleness_max
         self._gone: dict[PeerId, tuple[WorkerStatus, float]] = {}
 
@@ -197,6 +199,7 @@ class Learner:
         Raises:
             UnsoundWeights: the first weights are, or those of several publications in a row.
             OutOfDisk: there was no room for a checkpoint or a version, and no waiting for it.
+            BudgetSpent: nobody can be paid any more; there is a checkpoint.
         """
         options = self._settings.learner
         started = self._clock.monotonic()
@@ -250,6 +253,12 @@ class Learner:
         await self._last_word()
         if no_room is not None:
             raise no_room
+        if self._provisioner.spent.is_set() and not finished and not self._stop.is_set():
+            raise BudgetSpent(
+                f"the budget is spent after {self.step} of {options.steps} steps: "
+                f"${self._provisioner.spending.usd:.4g} of ${self._settings.provisioning.budget_usd:g}",
+                hint="raise provisioning.budget_usd and go on with --resume latest",
+            )
         return finished
 
     # --- training -----------------------------------------------------------------------------------
@@ -268,10 +277,13 @@ class Learner:
         async with asyncio.TaskGroup() as tasks:
             while self.step < options.steps and not self._reached_goal():
                 waited_from = self._clock.monotonic()
+                if self._steps_here:
+                    self._provisioner.learner_waits()
                 batch = await self._unless_stopped(self._dispatcher.next_batch())
                 if batch is not None:
+                    self._provisioner.learner_trains()
                     await self._one_step(batch, self._clock.monotonic() - waited_from)
-                elif self._stop.is_set():
+                elif self._stop.is_set() or self._provisioner.spent.is_set():
                     return False
                 if publication is not None and (self.step >= due or self._recovery.needed.is_set()):
                     # The next step trains while a version travels; two versions never travel at once.
@@ -304,6 +316,7 @@ class Learner:
         histogram = staleness_histogram(batch, self.step)
         self._staleness_max = max(self._staleness_max, *histogram)
         self._dispatcher.version += 1
+        self._steps_here += 1
         self._provisioner.account()
         n_tokens = sum(histogram.values())
         self._events.emit(
@@ -343,17 +356,18 @@ class Learner:
         return goal is not None and self._reward_after is not None and self._reward_after >= goal
 
     async def _unless_stopped(self, wait: Coroutine[Any, Any, T]) -> T | None:
-        """What ``wait`` returns; None if :meth:`stop` is called before, or the weights prove to be unsound."""
+        """What ``wait`` returns; None after :meth:`stop`, or once weights prove unsound or the budget is spent."""
         waiting = asyncio.ensure_future(wait)
         stop = asyncio.ensure_future(self._stop.wait())
         unsound = asyncio.ensure_future(self._recovery.needed.wait())
+        spent = asyncio.ensure_future(self._provisioner.spent.wait())
         try:
-            await asyncio.wait({waiting, stop, unsound}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, stop, unsound, spent}, return_when=asyncio.FIRST_COMPLETED)
             return waiting.result() if waiting.done() and not stop.done() else None
         finally:
-            for future in (waiting, stop, unsound):
+            for future in (waiting, stop, unsound, spent):
                 future.cancel()
-            await asyncio.gather(waiting, stop, unsound, return_exceptions=True)
+            await asyncio.gather(waiting, stop, unsound, spent, return_exceptions=True)
 
     @property
     def _bubble_ratio(self) -> float:

@@ -6,6 +6,7 @@ The decisions themselves are pure (:mod:`echo2p2p.provisioning`); this is the lo
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -13,18 +14,24 @@ from statistics import median
 from echo2p2p.config import LearnerSettings, ProvisioningSettings
 from echo2p2p.data.work import Standby
 from echo2p2p.learning.sessions import Session
-from echo2p2p.provisioning.accounting import Spending
+from echo2p2p.provisioning.accounting import Budget, Spending
 from echo2p2p.provisioning.activation import Activator, Candidate, by_cost
 from echo2p2p.provisioning.capacity import mu_min
-from echo2p2p.provisioning.estimators import DurationEstimator
+from echo2p2p.provisioning.estimators import DurationEstimator, Shortfall
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
+
+log = logging.getLogger("echo2p2p.learner")
 
 BELIEVABLE_SPEEDUP = 10.0
 MAX_OVERSIZE = 4.0
 """The pool is never wanted larger than this many times what the learner consumes."""
 FIRST_DECISION_DEADLINE_S = 120.0
 """After this long the run starts with the workers that are there, even if fewer than ``min_workers``."""
+
+
+BUDGET_RESERVE_S = 1.0
+"""The last second that the budget pays for is not bought: the loop may be that late."""
 
 
 class Provisioner:
@@ -34,6 +41,11 @@ class Provisioner:
         sessions: the open sessions, by peer; read at every decision.
         mean_tokens: completion tokens a rollout, as far as is known; turns announced tokens/s into μ.
         activated: called with a session that has just become active; tells the worker.
+        outstanding: groups that are out with a worker.
+
+    Attributes:
+        winding_down: the budget pays for what is leased, and for no more.
+        spent: set once the budget is spent and nobody is active any more.
     """
 
     def __init__(
@@ -44,6 +56,7 @@ class Provisioner:
         sessions: Mapping[str, Session],
         mean_tokens: Callable[[], float],
         activated: Callable[[Session], None],
+        outstanding: Callable[[str], int],
         clock: Clock,
         events: EventLog,
     ) -> None:
@@ -52,6 +65,7 @@ class Provisioner:
         self._sessions = sessions
         self._mean_tokens = mean_tokens
         self._activated = activated
+        self._outstanding = outstanding
         self._clock = clock
         self._events = events
         self._activator = Activator(
@@ -65,6 +79,13 @@ class Provisioner:
         self.t_train = DurationEstimator(settings.t_train_prior_s, weight=0.05)
         self.t_bcast = DurationEstimator(settings.t_bcast_prior_s, weight=0.1)
         self.spending = Spending()
+        budget = settings.budget_usd
+        self._budget = Budget(math.inf if budget is None else budget, reserve_s=BUDGET_RESERVE_S)
+        self.winding_down = False
+        self.spent = asyncio.Event()
+        self._shortfall = Shortfall()
+        self._shortfall_is_news = False
+        self._waiting_since: float | None = None
 
     @property
     def active(self) -> list[Session]:
@@ -91,7 +112,8 @@ class Provisioner:
 
     @property
     def mu_target(self) -> float:
-        return self._settings.gamma * self.mu_min
+        """γ·μ_min, and more where the learner has waited all the same."""
+        return self._settings.gamma * self.mu_min * self._shortfall.factor
 
     @property
     def mu_pool(self) -> float:
@@ -100,6 +122,30 @@ class Provisioner:
     @property
     def spend_per_hour(self) -> float:
         return sum(session.price_per_hour for session in self.active)
+
+    def learner_waits(self) -> None:
+        """The learner looks for a batch, with workers that have had the time to begin."""
+        self._waiting_since = self._clock.monotonic()
+
+    def learner_trains(self) -> None:
+        """The learner has its batch."""
+        if self._waited_s is not None and self._shortfall.stepped(self._waited_s, self.t_train.seconds):
+            self._shortfall_is_news = True
+            self._changed.set()
+        self._waiting_since = None
+
+    @property
+    def _waited_s(self) -> float | None:
+        """For how long the learner has waited, if that says anything about the pool."""
+        if self._waiting_since is None or not self._overlaps:
+            return None
+        return self._clock.monotonic() - self._waiting_since
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a wait says anything about the pool: otherwise the learner waits by design."""
+        reachable = self._learner.publication_period * self.t_train.seconds > self.t_bcast.seconds
+        return reachable and not self._learner.is_sequential
 
     async def wait_active(self) -> bool:
         """True once a worker has been activated; there is no deadline, a run waits for its workers."""
@@ -121,10 +167,13 @@ class Provisioner:
         self._started_at = self._clock.monotonic()
         while True:
             self._changed.clear()
-            if self._may_start():
+            if self._may_start() or self.winding_down or self._seconds_until_broke() <= 0:
                 self.decide()
+            pause_s = self._settings.period_s
+            if not self.spent.is_set():
+                pause_s = min(pause_s, max(0.01, self._seconds_until_broke()))
             try:
-                async with asyncio.timeout(self._settings.period_s):
+                async with asyncio.timeout(pause_s):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -135,20 +184,75 @@ class Provisioner:
         for session in self.active:
             if session.raised_its_price:
                 # It was chosen at another price; at this one it is a candidate like any other.
-                session.release()
+                self._release(session)
                 session.advertised(session.advert)
-                session.tell(Standby())
+        if self._over_budget():
+            return
+        if self._waited_s is not None and self._shortfall.waits(self._waited_s, self.t_train.seconds):
+            self._shortfall_is_news = True
+        waiting, self._shortfall_is_news = self._shortfall_is_news, False
         candidates = self._candidates()
-        decision = self._activator.decide(self._clock.monotonic(), candidates, self.mu_target)
+        now = self._clock.monotonic()
+        decision = self._activator.decide(now, candidates, self.mu_target, waiting=waiting)
         for peer in decision.release:
-            self._sessions[peer].release()
-            self._sessions[peer].tell(Standby())
+            self._release(self._sessions[peer])
+        price = self.spend_per_hour + sum(self._sessions[p].price_per_hour for p in decision.activate)
+        if decision.activate and self._seconds_until_broke(price) <= 0:
+            self._wind_down()
+            self._over_budget()
+            return
         for peer in decision.activate:
             self._sessions[peer].activate()
             self._activated(self._sessions[peer])
             self._any_active.set()
         if decision.activate or decision.release:
             self.report(decision.reason, candidates)
+
+    def _release(self, session: Session) -> None:
+        session.release()
+        session.tell(Standby())
+
+    # --- budget -------------------------------------------------------------------------------------
+
+    def _committed_usd(self) -> float:
+        """The price of what is leased to active workers, at the speed that each has shown."""
+        mean_tokens, per_group = self._mean_tokens(), self._learner.samples_per_prompt
+        total = 0.0
+        for session in self.active:
+            rollouts = self._outstanding(session.peer) * per_group
+            busy_s = min(self._learner.lease_s, rollouts / max(session.mu(mean_tokens), 1e-9))
+            total += session.price_per_hour * busy_s / 3600
+        return total
+
+    def _seconds_until_broke(self, per_hour: float | None = None) -> float:
+        """Until the active workers, or a set at ``per_hour``, must be released at the latest."""
+        per_hour = self.spend_per_hour if per_hour is None else per_hour
+        return self._budget.seconds_left(self.spending.usd, 0.0, per_hour)
+
+    def _wind_down(self) -> None:
+        if not self.winding_down:
+            self.winding_down = True
+            log.warning("the budget of $%g pays for what is leased and no more", self._budget.usd)
+
+    def _over_budget(self) -> bool:
+        """Stop leasing while what is left pays for what is out; release whoever is done, and all when it is gone."""
+        active, per_hour = self.active, self.spend_per_hour
+        left_s = self._budget.seconds_left(self.spending.usd, self._committed_usd(), per_hour)
+        if not self.winding_down and left_s > (self._settings.period_s if active else 0.0):
+            return False
+        broke = self._seconds_until_broke() <= 0
+        self._wind_down()
+        for session in active:
+            session.not_before = math.inf
+            if session.price_per_hour > 0 and (broke or not self._outstanding(session.peer)):
+                self._release(session)
+        if len(self.active) < len(active):
+            self.report(f"budget of ${self._budget.usd:g}")
+        if not any(session.price_per_hour > 0 for session in self.active):
+            for session in self.active:
+                self._release(session)
+            self.spent.set()
+        return True
 
     def report(self, reason: str, candidates: list[Candidate] | None = None) -> None:
         """Write down who is active, and the whole pool in the order in which it would be activated."""

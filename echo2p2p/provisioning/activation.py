@@ -8,6 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from echo2p2p.provisioning.covering import ROUNDING, Floats, Mask, cover
+
+LEAST_MU = 1e-9
+"""Rollouts a second; a worker that delivers fewer delivers none."""
 
 
 @dataclass(frozen=True)
@@ -27,37 +35,52 @@ class Candidate:
     @property
     def rho(self) -> float:
         """Unit throughput cost ρ = c/μ, in $ per 1,000 rollouts; infinite for one that delivers nothing."""
-        return self.price_per_hour / 3.6 / self.mu if self.mu > 0 else math.inf
+        return self.price_per_hour / 3.6 / self.mu if self.mu > LEAST_MU else math.inf
 
 
 def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Cheapest rollouts first. Ties go to the lower price, then the peer id, so that every run agrees."""
-    return sorted(candidates, key=lambda c: (c.rho, c.price_per_hour, c.peer))
+    """Cheapest rollouts first. Ties go to the lower price, then to the faster one (among those that cost nothing),
+    then to the lower peer id, so that every run agrees.
+    """
+    return _in_order(candidates)[0]
 
 
 def cheapest(
     candidates: Iterable[Candidate], target: float, *, price_cap_per_hour: float = math.inf
 ) -> list[Candidate]:
-    """Greedy by ρ until Σμ reaches ``target``, then without those that the rest can do without.
+    """The workers that reach ``target`` for the least money, in the order of :func:`by_cost`.
 
-    The second pass matters where the last worker taken is a big one: it may make earlier small ones idle.
-    Workers that would lift the set over the price cap are passed over. If all of them together do not reach
-    ``target``, all (that fit under the cap) are returned: a slow learner beats a stopped one.
+    Greedy by ρ, then improved around the last worker taken (:mod:`echo2p2p.provisioning.covering`): within 1 %
+    of the optimum on the price lists of ``benchmarks/activation``. If no set under the price cap reaches
+    ``target``, the set under the cap that delivers most is returned: a slow learner beats a stopped one.
     """
-    chosen: list[Candidate] = []
-    mu = price = 0.0
-    for candidate in by_cost(candidates):
-        if mu >= target:
-            break
-        if candidate.mu <= 0 or price + candidate.price_per_hour > price_cap_per_hour:
-            continue
-        chosen.append(candidate)
-        mu += candidate.mu
-        price += candidate.price_per_hour
-    for candidate in sorted(chosen, key=lambda c: c.price_per_hour, reverse=True):
-        if mu - candidate.mu >= target and len(chosen) > 1:
-            chosen.remove(candidate)
-            mu -= candidate.mu
+    pool, price, mu = _in_order(
+        c for c in candidates if c.mu > LEAST_MU and c.price_per_hour <= price_cap_per_hour
+    )
+    chosen = cover(price, mu, target)
+    if float(price[chosen].sum()) > price_cap_per_hour * (1 + ROUNDING):
+        chosen = _most_under(price, mu, price_cap_per_hour)
+    return [pool[i] for i in np.flatnonzero(chosen)]
+
+
+def _in_order(candidates: Iterable[Candidate]) -> tuple[list[Candidate], Floats, Floats]:
+    """As :func:`by_cost`, with prices and μ."""
+    listed = sorted(candidates, key=attrgetter("peer"))
+    price = np.array([c.price_per_hour for c in listed])
+    mu = np.array([c.mu for c in listed])
+    rho = np.divide(price, mu, out=np.full(len(mu), np.inf), where=mu > LEAST_MU)
+    order = np.lexsort((-mu, price, rho))
+    return [listed[i] for i in order.tolist()], price[order], mu[order]
+
+
+def _most_under(price: Floats, mu: Floats, cap: float) -> Mask:
+    """The most Σμ for at most ``cap``: what is left out has to cover the price that is too much, at the least μ."""
+    order = np.lexsort((mu, -price / mu))
+    free = price[order] <= 0
+    paid = order[~free]
+    left_out = cover(mu[paid], price[paid], float(price.sum()) - cap)
+    chosen = np.ones(len(price), dtype=np.bool_)
+    chosen[paid[left_out]] = False
     return chosen
 
 
@@ -77,11 +100,11 @@ class Decision:
 class Activator:
     """The closed loop: adds when the pool stays below the target, releases when it stays above by a margin.
 
-    A shortfall that comes from losing workers, or from having none, is made good at once; a shortfall or an
-    excess that comes from drifting estimates must last ``persistence_s`` first. An excess counts only above
-    ``margin`` × target, and a release never takes the pool below the target, so estimates that wobble by less
-    than the margin move nobody. In between, a set that has been cheaper by a tenth for ``persistence_s`` replaces
-    the active one: a cheaper worker that comes late gets its turn.
+    A shortfall is made good at once where it comes from losing workers, from having none, or is felt by a learner
+    that waits. A shortfall or an excess that comes from drifting estimates must last ``persistence_s`` first. An
+    excess counts only above ``margin`` × target, and a release never takes the pool below the target, so estimates
+    that wobble by less than the margin move nobody. In between, a set that has been cheaper by a tenth for
+    ``persistence_s`` replaces the active one: a cheaper worker that comes late gets its turn.
 
     Args:
         persistence_s: how long a drift must last before anybody is added or released.
@@ -98,13 +121,16 @@ class Activator:
         self._dear_since: float | None = None
         self._active_before: frozenset[str] = frozenset()
 
-    def decide(self, now: float, candidates: Sequence[Candidate], target: float) -> Decision:
+    def decide(
+        self, now: float, candidates: Sequence[Candidate], target: float, *, waiting: bool = False
+    ) -> Decision:
         """One turn of the loop.
 
         Args:
             now: seconds, monotonic.
             candidates: everyone who could work now, active or not.
             target: μ_target, rollouts a second; infinite where the model is infeasible.
+            waiting: the learner waits for rollouts, so a shortfall is a fact and no drift of estimates.
         """
         active = [c for c in candidates if c.active]
         standby = [c for c in candidates if not c.active]
@@ -113,16 +139,16 @@ class Activator:
         lost = self._active_before - {c.peer for c in active}
         decision = Decision()
 
-        if price > self._cap:
+        if price > self._cap * (1 + ROUNDING):
             decision = self._fit_under_cap(active)
         elif mu_pool < target:
             self._above_since = None
             self._below_since = now if self._below_since is None else self._below_since
             waited = now - self._below_since >= self._persistence_s
-            if not active or lost or waited:
+            if not active or lost or waited or waiting:
                 added = cheapest(standby, target - mu_pool, price_cap_per_hour=self._cap - price)
                 if added:
-                    why = "none active" if not active else "workers lost" if lost else "pool below target"
+                    why = _why_add(bool(active), bool(lost), waiting)
                     decision = Decision(
                         activate=tuple(c.peer for c in added),
                         reason=f"{why}: {mu_pool:.3g} of {target:.3g} rollouts/s",
@@ -182,8 +208,16 @@ class Activator:
         price = sum(c.price_per_hour for c in active)
         released: list[str] = []
         for candidate in reversed(by_cost(active)):
-            if price <= self._cap:
+            if price <= self._cap * (1 + ROUNDING):
                 break
             released.append(candidate.peer)
             price -= candidate.price_per_hour
         return Decision(release=tuple(released), reason=f"price cap of ${self._cap:g}/h")
+
+
+def _why_add(active: bool, lost: bool, waiting: bool) -> str:
+    if not active:
+        return "none active"
+    if lost:
+        return "workers lost"
+    return "the learner waits" if waiting else "pool below target"

@@ -39,11 +39,42 @@ def conservative_staleness(
     return kappa + math.ceil(lag_steps - 1e-9) - 1
 
 
-def default_kappa(staleness: int) -> int:
-    """The publication period that follows from the staleness budget S.
+def mu_fresh(*, kappa: int, staleness: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
+    """Rollouts a second from which on Δ_cons ≤ S; infinite where no pool is fast enough.
 
-    κ = S − 1 gives Δ_cons ≤ S where T_bcast < T_train (the paper's case, S ≥ 3). κ = 1 is the smallest
-    period there is, and under overlap its Δ_cons is at most 1, so it serves S = 1 and S = 2; with S = 0 every
-    step waits for rollouts of its own version, and each version has to be published.
+    Δ_cons ≤ S ⇔ (T_bcast + R/μ) / T_train ≤ S + 1 − κ.
+    """
+    slack_s = (staleness + 1 - kappa) * t_train_s - t_bcast_s
+    return rollouts / slack_s if slack_s > 0 else math.inf
+
+
+def default_kappa(staleness: int) -> int:
+    """The publication period that follows from the staleness budget S where T_bcast < T_train: max(1, S − 1).
+
+    It is then the best one (:func:`best_kappa`), and the paper's for S ≥ 3. With S = 0 every step waits for
+    rollouts of its own version, and each version has to be published.
     """
     return max(1, staleness - 1)
+
+
+def best_kappa(*, staleness: int, t_train_s: float, t_bcast_s: float) -> int | None:
+    """The publication period with which the smallest pool overlaps and keeps Δ_cons ≤ S; None where none can.
+
+    With b = T_bcast / T_train, a pool does both if R/(μ·T_train) ≤ min(1 − b/κ, S + 1 − κ − b). The first rises with
+    κ, the second falls. One is above 0 if κ = ⌊b⌋ + 1 < S + 1 − b, that is from S = 2⌊b⌋ + 1 on
+    (:func:`min_staleness`).
+    """
+    b = t_bcast_s / t_train_s
+
+    def slack(kappa: int) -> float:
+        return min(1 - b / kappa, staleness + 1 - kappa - b)
+
+    best = max(
+        range(1, staleness + 1), key=slack, default=0
+    )  # of equals the first, which publishes most often
+    return best if best and slack(best) > 0 else None
+
+
+def min_staleness(*, t_train_s: float, t_bcast_s: float) -> int:
+    """The smallest S ≥ 1 that any pool can keep under overlap: 2⌊T_bcast/T_train⌋ + 1."""
+    return 2 * int(t_bcast_s // t_train_s) + 1

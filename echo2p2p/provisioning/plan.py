@@ -5,16 +5,29 @@ Pure. The same functions decide during a run (:mod:`echo2p2p.provisioning.activa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echo2p2p.provisioning.activation import Candidate, cheapest
-from echo2p2p.provisioning.capacity import conservative_staleness, default_kappa, min_kappa, mu_min
+from echo2p2p.provisioning.capacity import (
+    best_kappa,
+    conservative_staleness,
+    default_kappa,
+    min_kappa,
+    min_staleness,
+    mu_fresh,
+    mu_min,
+)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a plan follows from; symbols as in :mod:`echo2p2p.provisioning.capacity`."""
+    """What a plan follows from; symbols as in :mod:`echo2p2p.provisioning.capacity`.
+
+    Attributes:
+        kappa: None for the best one.
+    """
 
     rollouts: int
     t_train_s: float
@@ -22,6 +35,7 @@ class Inputs:
     staleness: int
     gamma: float
     kappa: int | None = None
+    price_cap_per_hour: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Plan:
     Attributes:
         feasible: the chosen workers reach μ_target, and no rollout gets older than S.
         why: what stands in the way, or empty.
+        mu_min: the least Σμ that hides broadcast and generation behind training and keeps Δ_cons within S.
         workers: in the order in which they would be activated.
         price_per_step: of the workers alone, the learner not included; where they cannot keep it busy, a step
             takes as long as its rollouts do.
@@ -52,12 +67,23 @@ class Plan:
 
 def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     """The cheapest workers that keep the learner busy under ``inputs``."""
-    kappa = inputs.kappa if inputs.kappa is not None else default_kappa(inputs.staleness)
-    needed = mu_min(
-        kappa=kappa, rollouts=inputs.rollouts, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s
+    kappa = inputs.kappa or best_kappa(
+        staleness=inputs.staleness, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s
+    )
+    impossible = kappa is None
+    kappa = kappa or default_kappa(inputs.staleness)
+    needed = max(
+        mu_min(kappa=kappa, rollouts=inputs.rollouts, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s),
+        mu_fresh(
+            kappa=kappa,
+            staleness=inputs.staleness,
+            rollouts=inputs.rollouts,
+            t_train_s=inputs.t_train_s,
+            t_bcast_s=inputs.t_bcast_s,
+        ),
     )
     target = inputs.gamma * needed
-    chosen = cheapest(candidates, target)
+    chosen = cheapest(candidates, target, price_cap_per_hour=inputs.price_cap_per_hour)
     mu_pool = sum(c.mu for c in chosen)
     delta = conservative_staleness(
         kappa=kappa,
@@ -66,13 +92,17 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         t_bcast_s=inputs.t_bcast_s,
         mu_pool=mu_pool,
     )
-    if kappa * inputs.t_train_s <= inputs.t_bcast_s:
+    within_cap = "" if math.isinf(inputs.price_cap_per_hour) else f" for ${inputs.price_cap_per_hour:g}/h"
+    if impossible or kappa * inputs.t_train_s <= inputs.t_bcast_s:
         least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
-        why = f"a broadcast takes longer than κ steps; κ must be at least {least}, so S at least {least + 1}"
-    elif mu_pool < target:
-        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min)"
-    elif delta is not None and delta > inputs.staleness:
-        why = f"rollouts may be {delta} versions old; a smaller κ or a larger S is needed"
+        least_s = min_staleness(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
+        why = f"a broadcast takes too long; κ must be at least {least}, and S at least {least_s}"
+    elif math.isinf(needed):
+        why = (
+            f"with κ = {kappa} rollouts get older than S, however many workers there are; lower κ or raise S"
+        )
+    elif mu_pool < target * (1 - 1e-9):
+        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min){within_cap}"
     else:
         why = ""
     price = sum(c.price_per_hour for c in chosen)

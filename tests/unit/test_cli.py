@@ -62,6 +62,10 @@ def test_a_plan_for_people_and_for_programs(tmp_path):
     assert len(answer["plan"]["workers"]) == 12
     assert answer["plan"]["predicted_staleness"] == 3
     assert "mu target" in run(*question).stdout
+    assert [p["staleness"] for p in answer["by_staleness"]] == [1, 2, 3, 4, 5, 6]
+    capped = json.loads(run(*question, "--price-cap", "2", "--json").stdout)["plan"]
+    assert capped["price_per_hour"] <= 2
+    assert not capped["feasible"]
 
 
 def test_a_bad_price_list_is_refused_by_line(tmp_path):
@@ -85,6 +89,7 @@ def test_dry_run_prints_the_settings_and_starts_nothing():
         (["learner", "--set", "learner.nope=1"], 3, "learner.nope is not a setting"),
         (["worker"], 2, "--run"),
         (["nonsense"], 2, "nonsense"),
+        (["plan", "-R", "1", "--t-train", "1", "--t-bcast", "0"], 2, "PRICES"),
         (["inspect", "peers"], 2, "--initial-peers"),
         (["report", "/nonexistent"], 2, "/nonexistent"),
         (["export", "x", "out", "--run-dir", "."], 2, "VERSION"),
