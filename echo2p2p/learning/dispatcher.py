@@ -47,6 +47,7 @@ class Dispatcher:
         published: the newest version that workers can hold.
         t_train_s: what the learner measured; how far ahead work is leased follows from it.
         dropped: groups that were paid for or offered and not trained, by reason.
+        dropped_tokens: completion tokens of those of them that came.
         mean_tokens: moving mean of completion tokens a rollout.
     """
 
@@ -81,6 +82,7 @@ class Dispatcher:
         self.t_train_s = t_train_s
         self.mean_tokens = float(settings.max_new_tokens)
         self.dropped: Counter[str] = Counter()
+        self.dropped_tokens = 0
 
     @property
     def buffered(self) -> int:
@@ -235,6 +237,7 @@ class Dispatcher:
                 self._ledger.give_back(submit.lease, group.index)
             session.refused += 1
             self.dropped[refusal.value] += 1
+            self.dropped_tokens += group.n_tokens
             if session.refused <= REFUSALS_LOGGED:
                 self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
         session.delivered(
@@ -279,6 +282,7 @@ class Dispatcher:
             for entry in self._replay.drop_stale(self.version):
                 self._ledger.drop(entry.group.index)
                 self.dropped["left the window"] += 1
+                self.dropped_tokens += entry.group.n_tokens
             batch = self._replay.take(self._group_quota, self.version)
             if batch is not None:
                 self._training = True
