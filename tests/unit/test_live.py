@@ -65,7 +65,7 @@ def test_it_says_how_far_off_policy_the_newest_step_was(monkeypatch):
         run.start()
         run.step(1)
         text = shown(view)
-    for piece in ("objective", "KL to samplers", "clipped 1.0%", "masked 0.2%", "wasted 20%", "entropy"):
+    for piece in ("off-policy", "KL ", "clipped 1.0%", "masked 0.2%", "wasted 20%", "entropy", "gradient"):
         assert piece in text
 
 
