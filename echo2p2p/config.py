@@ -9,9 +9,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from echo2p2p.errors import SettingsError
@@ -79,12 +79,40 @@ class OptimizerSettings(Section):
         0, description="the learning rate rises over so many steps"
     )
     max_grad_norm: Positive = Field(1.0, description="gradients are clipped to this norm")
+    objective: Literal["grpo", "trajectory-balance"] = Field(
+        "grpo", description="what is minimised; docs/objective.md has every formula"
+    )
+    normalisation: Literal["token", "sequence", "constant"] = Field(
+        "token",
+        description="mean over all tokens (DAPO), over sequences of token means (GRPO), or the sum over sequences "
+        "times max_new_tokens (Dr. GRPO)",
+    )
+    ratio_level: Literal["token", "sequence"] = Field(
+        "token", description="the clip acts on each token's ratio, or on the sequence's geometric mean (GSPO)"
+    )
+    proximal: Literal["learner", "sampler"] = Field(
+        "learner",
+        description="the clip's centre: the policy as the step began (decoupled PPO), or the one that sampled",
+    )
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="ε of the clipped ratio, below 1")
     clip_high: Annotated[float, Field(gt=0, lt=10)] = Field(
         0.28, description="ε of the clipped ratio, above 1"
     )
     importance_cap: Positive = Field(2.0, description="C, where the weight π_learner/π_sampler is truncated")
+    mask_measure: Literal["geometric", "product"] = Field(
+        "geometric",
+        description="a sequence's π_learner/π_sampler: the geometric mean over its tokens, or their product",
+    )
+    mask_low: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="sequences below this are left out; empty: none"
+    )
+    mask_high: Annotated[float, Field(gt=1, le=1e9)] | None = Field(
+        None, description="sequences above this are left out; empty: none"
+    )
     scale_by_std: bool = Field(True, description="divide advantages by their group's standard deviation")
+    balance_beta: Positive = Field(
+        0.05, description="β of trajectory balance: its target is π_ref · exp(reward/β)"
+    )
     updates_per_step: Annotated[int, Field(ge=1, le=1024)] = Field(
         1, description="optimizer updates in one step; the groups are split among them"
     )
@@ -93,6 +121,14 @@ class OptimizerSettings(Section):
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
         16_384, description="padded tokens a forward pass"
     )
+
+    @model_validator(mode="after")
+    def _balance_has_its_own_beta(self) -> Self:
+        if self.objective == "trajectory-balance" and self.kl_beta:
+            raise ValueError(
+                "trajectory balance holds π_ref in its target: set kl_beta to 0, use balance_beta"
+            )
+        return self
 
 
 class LearnerSettings(Section):
@@ -328,5 +364,7 @@ def _explain(error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{path} is not a setting"
+    if error["type"] == "value_error":
+        return f"{path}: {error['ctx']['error']}"
     shown = repr(error["input"])
     return f"{path} = {shown[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -338,6 +338,7 @@ def _load_policy(
 ) -> tuple[TaskScorer, GRPOTrainer, TransformersEngine]:
     """The blocking part of a learner's start: task, trainer and the engine that evaluates."""
     from echo2p2p.data.policy import DTYPES
+    from echo2p2p.learning.objective import Objective
     from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
     from echo2p2p.rollout.transformers_engine import TransformersEngine
 
@@ -351,19 +352,30 @@ def _load_policy(
     trainer = GRPOTrainer(
         folder,
         TrainerSettings(
+            objective=Objective(
+                kind=optimizer.objective,
+                normalisation=optimizer.normalisation,
+                ratio_level=optimizer.ratio_level,
+                proximal=optimizer.proximal,
+                clip_low=optimizer.clip_low,
+                clip_high=optimizer.clip_high,
+                importance_cap=optimizer.importance_cap,
+                mask_measure=optimizer.mask_measure,
+                mask_low=optimizer.mask_low,
+                mask_high=optimizer.mask_high,
+                kl_beta=optimizer.kl_beta,
+                scale_by_std=optimizer.scale_by_std,
+                balance_beta=optimizer.balance_beta,
+            ),
             learning_rate=optimizer.learning_rate,
             betas=(optimizer.beta1, optimizer.beta2),
             weight_decay=optimizer.weight_decay,
             warmup_steps=optimizer.warmup_steps,
             max_grad_norm=optimizer.max_grad_norm,
-            clip_low=optimizer.clip_low,
-            clip_high=optimizer.clip_high,
-            importance_cap=optimizer.importance_cap,
-            kl_beta=optimizer.kl_beta,
-            scale_by_std=optimizer.scale_by_std,
             updates_per_step=optimizer.updates_per_step,
             gradient_checkpointing=optimizer.gradient_checkpointing,
             temperature=options.temperature,
+            max_completion_tokens=options.max_new_tokens,
             micro_batch_tokens=optimizer.micro_batch_tokens,
             compute_dtype=dtype,
             publish_dtype=published,

@@ -19,12 +19,20 @@ from echo2p2p.learning.objective import group_advantages
 
 @dataclass(frozen=True)
 class Row:
-    """One trajectory, ready for the loss."""
+    """One trajectory, ready for the loss.
+
+    Attributes:
+        group: number of its group in the batch.
+        balance_target: what trajectory balance wants log π_θ(completion) to be; unused otherwise.
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
     sampler_logprobs: np.ndarray
     advantage: float
+    reward: float
+    group: int
+    balance_target: float = 0.0
 
     @property
     def length(self) -> int:
@@ -41,6 +49,7 @@ class MicroBatch:
         keep: how many of the last places hold every predicted token.
         where: bool, (rows, keep), the places that predict a completion token.
         targets, sampler_logprobs, advantages: (tokens,), in the row-major order of ``where``.
+        balance_targets: float32, (rows,).
     """
 
     ids: Tensor
@@ -49,15 +58,17 @@ class MicroBatch:
     targets: Tensor
     sampler_logprobs: Tensor
     advantages: Tensor
+    balance_targets: Tensor
 
 
 def rows_of(groups: Sequence[Group], *, scale_by_std: bool) -> list[Row]:
     """All trajectories of ``groups`` with their advantages, in order."""
     rows = []
-    for group in groups:
+    for number, group in enumerate(groups):
         advantages = group_advantages(torch.from_numpy(group.rewards()), scale_by_std=scale_by_std).tolist()
         for sample, advantage in zip(group.samples, advantages, strict=True):
-            rows.append(Row(group.prompt, sample.completion, sample.logprob_array(), advantage))
+            logprobs = sample.logprob_array()
+            rows.append(Row(group.prompt, sample.completion, logprobs, advantage, sample.reward, number))
     return rows
 
 
@@ -92,4 +103,5 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         advantages=torch.from_numpy(
             np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), lengths)
         ).to(device),
+        balance_targets=torch.tensor([row.balance_target for row in rows], device=device),
     )

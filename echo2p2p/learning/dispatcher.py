@@ -54,6 +54,7 @@ class Dispatcher:
         published: the newest version that workers can hold.
         t_train_s: what the learner measured; how far ahead work is leased follows from it.
         dropped: groups that were paid for or offered and not trained, by reason.
+        dropped_tokens: completion tokens of those of them that came.
         mean_tokens: moving mean of completion tokens a rollout.
     """
 
@@ -93,6 +94,7 @@ class Dispatcher:
         self.mean_tokens = float(settings.max_new_tokens)
         self._lengths = 0
         self.dropped: Counter[str] = Counter()
+        self.dropped_tokens = 0
         if journal is not None:
             self._take_up(journal.found)
 
@@ -252,6 +254,7 @@ class Dispatcher:
                 self._ledger.give_back(submit.lease, group.index)
             session.refused += 1
             self.dropped[refusal.value] += 1
+            self.dropped_tokens += group.n_tokens
             if session.refused <= REFUSALS_LOGGED:
                 self._events.emit("refused", worker=session.peer, reason=refusal.value, index=group.index)
         session.delivered(
@@ -368,6 +371,7 @@ class Dispatcher:
         """An accepted group will not be trained: its prompt is leased again, and its worker is told."""
         self._ledger.drop(entry.group.index)
         self.dropped[reason] += 1
+        self.dropped_tokens += entry.group.n_tokens
         if entry.worker in self._sessions:
             self._sessions[entry.worker].tell(Verdict(entry.lease, entry.group.index, reason))
 

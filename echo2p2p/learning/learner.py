@@ -335,6 +335,7 @@ class Learner:
             buffered=self._dispatcher.buffered,
             leased=self._dispatcher.leased,
             dropped=dict(self._dispatcher.dropped),
+            dropped_tokens=self._dispatcher.dropped_tokens,
             spend_usd=self._provisioner.spending.usd,
             all_on_usd=self._provisioner.spending.all_on_usd,
         )

@@ -8,8 +8,9 @@ update whose loss or gradient is not finite changes nothing and ends the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.batching import MicroBatch, Row, collate, pack, rows_of
-from echo2p2p.learning.objective import TokenLoss, chosen_logprobs, token_loss
+from echo2p2p.learning.metrics import StepMetrics, StepTally
+from echo2p2p.learning.objective import (
+    Objective,
+    TokenLoss,
+    balance_loss,
+    balance_targets,
+    batch_divisor,
+    batch_sum,
+    chosen_logprobs,
+    token_loss,
+)
 from echo2p2p.weights.snapshot import Snapshot, from_state_dict
 
 
@@ -29,16 +40,14 @@ class TrainerSettings:
     """How a policy is trained.
 
     Attributes:
+        objective: what is minimised.
         learning_rate, betas, eps, weight_decay: AdamW's.
         warmup_steps: the learning rate rises linearly over so many steps, then stays.
         max_grad_norm: gradients are scaled down to this norm.
         updates_per_step: optimizer updates in one step; the groups are split among them. Above 1 the clip
             matters, and one more forward pass is spent on π_θ_old.
-        clip_low, clip_high: ε below and above 1.
-        importance_cap: C, the bound on π_learner(θ_old)/π_sampler.
-        kl_beta: β; 0 keeps no reference policy.
-        scale_by_std: divide advantages by the group's standard deviation.
         temperature: at which completions were sampled.
+        max_completion_tokens: what a completion may have at most: the budget of constant normalisation.
         micro_batch_tokens: token places in one forward and backward pass.
         compute_dtype: ``float32`` or ``bfloat16`` (autocast); weights and optimizer stay float32.
         publish_dtype: of snapshots, and so of the workers' engines.
@@ -47,6 +56,7 @@ class TrainerSettings:
         threads: torch's threads for a step on the CPU; None leaves torch's own choice.
     """
 
+    objective: Objective = field(default_factory=Objective)
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -54,56 +64,14 @@ class TrainerSettings:
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
     updates_per_step: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    importance_cap: float = 2.0
-    kl_beta: float = 0.0
-    scale_by_std: bool = True
     temperature: float = 1.0
+    max_completion_tokens: int = 256
     micro_batch_tokens: int = 16384
     compute_dtype: str = "float32"
     publish_dtype: str = "float32"
     gradient_checkpointing: bool = False
     device: str = "cpu"
     threads: int | None = None
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one step did. Means are over the tokens that were trained, unless said otherwise.
-
-    Attributes:
-        skipped: why the weights did not move: ``non-finite``, ``no signal`` (every group's rewards are
-            equal) or nothing.
-        groups, trained_groups: received, and with any signal.
-        tokens, trained_tokens: completion tokens of either.
-        reward_mean: over all samples; reward_std: mean over groups of the standard deviation within.
-        loss: the objective, negated, over all tokens received.
-        grad_norm: before clipping.
-        weight_mean, weight_max: of the truncated importance weight.
-        truncated_fraction: tokens whose weight C cut; clipped_fraction: tokens the clip silenced.
-        mismatch_kl: KL(π_sampler‖π_learner), what staleness and numerics amount to; reference_kl: to π_ref.
-        entropy: of the policy, in nats.
-    """
-
-    skipped: str
-    groups: int
-    trained_groups: int
-    tokens: int
-    trained_tokens: int
-    completion_length_mean: float
-    reward_mean: float
-    reward_std: float
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    weight_mean: float
-    weight_max: float
-    truncated_fraction: float
-    clipped_fraction: float
-    mismatch_kl: float
-    reference_kl: float
-    entropy: float
 
 
 @dataclass(frozen=True)
@@ -121,16 +89,21 @@ class GRPOTrainer:
         policy_dir: the policy folder, with its first weights.
 
     Raises:
-        SettingsError: the folder is no usable policy, or a dtype is unknown.
+        SettingsError: the folder is no usable policy, a dtype is unknown, or the objective contradicts itself.
     """
 
     def __init__(self, policy_dir: Path, settings: TrainerSettings) -> None:
         for name in (settings.compute_dtype, settings.publish_dtype):
             if name not in DTYPES:
                 raise SettingsError(f"dtype {name!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
+        if settings.objective.is_balance and settings.objective.kl_beta:
+            raise SettingsError(
+                "trajectory balance has no KL term: its target holds π_ref already",
+                hint="set kl_beta to 0 and choose balance_beta",
+            )
         self.settings = settings
         self._model = self._load(policy_dir).requires_grad_(True)
-        self._reference = self._load(policy_dir) if settings.kl_beta else None
+        self._reference = self._load(policy_dir) if settings.objective.needs_reference else None
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self._model)
         self._parameters = dict(self._model.named_parameters())
@@ -156,7 +129,7 @@ class GRPOTrainer:
                 was the step's first update.
         """
         self._prepare_thread()
-        tally = _Tally(groups, rows_of(groups, scale_by_std=self.settings.scale_by_std))
+        tally = StepTally(groups, rows_of(groups, scale_by_std=self.settings.objective.scale_by_std))
         try:
             skipped = self._update_all(tally)
         except (RuntimeError, MemoryError) as error:
@@ -167,9 +140,11 @@ class GRPOTrainer:
             raise OutOfMemory(
                 "a training step did not fit into memory", hint="lower micro_batch_tokens"
             ) from error
-        metrics = tally.metrics(skipped, self._learning_rate())
-        self.steps += 1
         self.non_finite_steps += skipped == "non-finite"
+        metrics = tally.metrics(
+            skipped, learning_rate=self._learning_rate(), non_finite_steps=self.non_finite_steps
+        )
+        self.steps += 1
         return metrics
 
     def snapshot(self) -> Snapshot:
@@ -187,8 +162,8 @@ class GRPOTrainer:
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
         """log π_θ of every completion token at the sampling temperature: one float32 tensor a sample."""
         self._prepare_thread()
-        rows = rows_of(groups, scale_by_std=self.settings.scale_by_std)
-        by_row = self._row_logprobs(rows)
+        rows = rows_of(groups, scale_by_std=self.settings.objective.scale_by_std)
+        by_row = self._row_logprobs(self._model, rows)
         found = iter([by_row[id(row)] for row in rows])
         return [[next(found).cpu() for _ in group.samples] for group in groups]
 
@@ -233,43 +208,76 @@ class GRPOTrainer:
         self.updates = state.counters["updates"]
         self.non_finite_steps = state.counters["non_finite_steps"]
 
-    def _update_all(self, tally: _Tally) -> str:
-        rows = tally.rows if self.settings.kl_beta else [row for row in tally.rows if row.advantage]
+    def _update_all(self, tally: StepTally) -> str:
+        objective = self.settings.objective
+        rows = tally.rows if objective.needs_reference else [row for row in tally.rows if row.advantage]
         if not rows:
             return "no signal"
         n_updates = min(self.settings.updates_per_step, len(rows))
-        old = self._row_logprobs(rows) if n_updates > 1 else {}
+        fixed = _Fixed()
+        if objective.is_balance:
+            rows, fixed = self._with_balance_targets(rows)
+        elif n_updates > 1:
+            fixed = _Fixed(old=self._row_logprobs(self._model, rows))
+        divisor = batch_divisor(
+            objective,
+            tokens=tally.tokens,
+            sequences=len(tally.rows),
+            budget=self.settings.max_completion_tokens,
+        )
         # Strided, so that every update sees samples of every group.
         for part in range(n_updates):
-            share = rows[part::n_updates]
-            if not self._update(share, old, tally, tally.tokens / n_updates):
+            if not self._update(rows[part::n_updates], fixed, tally, divisor / n_updates):
                 return "non-finite"
         return ""
 
-    def _update(self, rows: Sequence[Row], old: dict[int, Tensor], tally: _Tally, normaliser: float) -> bool:
+    def _with_balance_targets(self, rows: Sequence[Row]) -> tuple[list[Row], _Fixed]:
+        """``rows``, which are whole groups in order, with their targets, and what these follow from."""
+        assert self._reference is not None
+        old = self._row_logprobs(self._model, rows)
+        reference = self._row_logprobs(self._reference, rows)
+        aimed: list[Row] = []
+        for _, group in groupby(rows, key=lambda row: row.group):
+            members = list(group)
+            targets = balance_targets(
+                torch.stack([old[id(row)].sum() for row in members]),
+                torch.stack([reference[id(row)].sum() for row in members]),
+                torch.tensor([row.reward for row in members], device=self._device),
+                self.settings.objective.balance_beta,
+            ).tolist()
+            aimed += [replace(row, balance_target=to) for row, to in zip(members, targets, strict=True)]
+        pairs = list(zip(rows, aimed, strict=True))
+        return aimed, _Fixed(
+            old={id(new): old[id(row)] for row, new in pairs},
+            reference={id(new): reference[id(row)] for row, new in pairs},
+        )
+
+    def _update(self, rows: Sequence[Row], fixed: _Fixed, tally: StepTally, divisor: float) -> bool:
         """One optimizer update on ``rows``; False, and nothing changed, if loss or gradient is not finite."""
         self._optimizer.zero_grad(set_to_none=True)
         finite = True
+        used_tokens = 0
         for packed in pack(rows, self.settings.micro_batch_tokens):
             batch = collate(packed, self._device)
             logprobs, entropies = self._forward(self._model, batch)
-            result = token_loss(
+            result = self._loss(
+                batch,
                 logprobs,
-                old_logprobs=torch.cat([old[id(row)] for row in packed]) if old else logprobs.detach(),
-                sampler_logprobs=batch.sampler_logprobs,
-                advantages=batch.advantages,
-                clip_low=self.settings.clip_low,
-                clip_high=self.settings.clip_high,
-                importance_cap=self.settings.importance_cap,
-                reference_logprobs=self._reference_logprobs(batch),
-                kl_beta=self.settings.kl_beta,
+                old_logprobs=_of(packed, fixed.old) if fixed.old else logprobs.detach(),
+                reference_logprobs=_of(packed, fixed.reference)
+                if fixed.reference
+                else self._reference_logprobs(batch),
             )
-            loss = result.loss.sum() / normaliser
+            loss = batch_sum(result.loss, batch.where, self.settings.objective) / divisor
             finite = finite and bool(torch.isfinite(loss))
             if not finite:
                 break
             loss.backward()  # type: ignore[no-untyped-call]
             tally.add(result, entropies, float(loss.detach()))
+            moving = ~result.masked
+            if not self.settings.objective.is_balance:
+                moving &= batch.advantages != 0
+            used_tokens += int(moving.sum())
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.settings.max_grad_norm)
         tally.grad_norm = float(norm)
         if not finite or not math.isfinite(tally.grad_norm):
@@ -280,7 +288,30 @@ class GRPOTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+        tally.used_tokens += used_tokens
         return True
+
+    def _loss(
+        self, batch: MicroBatch, logprobs: Tensor, *, old_logprobs: Tensor, reference_logprobs: Tensor | None
+    ) -> TokenLoss:
+        if self.settings.objective.is_balance and reference_logprobs is not None:
+            return balance_loss(
+                logprobs,
+                old_logprobs=old_logprobs,
+                sampler_logprobs=batch.sampler_logprobs,
+                reference_logprobs=reference_logprobs,
+                targets=batch.balance_targets,
+                where=batch.where,
+            )
+        return token_loss(
+            logprobs,
+            old_logprobs=old_logprobs,
+            sampler_logprobs=batch.sampler_logprobs,
+            advantages=batch.advantages,
+            where=batch.where,
+            objective=self.settings.objective,
+            reference_logprobs=reference_logprobs,
+        )
 
     def _forward(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the batch's completion tokens."""
@@ -296,12 +327,12 @@ class GRPOTrainer:
         return self._forward(self._reference, batch)[0]
 
     @torch.no_grad()
-    def _row_logprobs(self, rows: Sequence[Row]) -> dict[int, Tensor]:
-        """Log-probabilities of each row's completion, by the row's ``id``."""
+    def _row_logprobs(self, model: nn.Module, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """Log-probabilities of each row's completion under ``model``, by the row's ``id``."""
         found = {}
         for packed in pack(rows, self.settings.micro_batch_tokens):
             batch = collate(packed, self._device)
-            logprobs, _ = self._forward(self._model, batch)
+            logprobs, _ = self._forward(model, batch)
             end = 0
             for row in packed:
                 start, end = end, end + len(row.completion)
@@ -325,6 +356,18 @@ class GRPOTrainer:
             torch.set_num_threads(self.settings.threads)
 
 
+@dataclass(frozen=True)
+class _Fixed:
+    """Log-probabilities that stand still during a step, by the ``id`` of the row; empty where not needed."""
+
+    old: dict[int, Tensor] = field(default_factory=dict)
+    reference: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _of(rows: Sequence[Row], found: dict[int, Tensor]) -> Tensor:
+    return torch.cat([found[id(row)] for row in rows])
+
+
 def _checkpoint_gradients(model: nn.Module) -> None:
     """Turn it on; transformers heeds it only in training mode, which must not bring dropout with it."""
     # transformers 5 renames it.
@@ -337,55 +380,6 @@ def _checkpoint_gradients(model: nn.Module) -> None:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-class _Tally:
-    """Adds up what a step reports."""
-
-    def __init__(self, groups: Sequence[Group], rows: list[Row]) -> None:
-        self.rows = rows
-        self.tokens = sum(group.n_tokens for group in groups)
-        self.grad_norm = 0.0
-        self._groups = groups
-        self._loss = 0.0
-        self._trained_tokens = 0
-        self._weight_max = 0.0
-        self._sums: dict[str, float] = dict.fromkeys(
-            ("weight", "truncated", "clipped", "mismatch_kl", "reference_kl", "entropy"), 0.0
-        )
-
-    def add(self, result: TokenLoss, entropies: Tensor, loss: float) -> None:
-        self._loss += loss
-        self._trained_tokens += len(result.weight)
-        self._weight_max = max(self._weight_max, float(result.weight.max()))
-        for name in self._sums:
-            values = entropies if name == "entropy" else getattr(result, name)
-            self._sums[name] += float(values.sum())
-
-    def metrics(self, skipped: str, learning_rate: float) -> StepMetrics:
-        rewards = [group.rewards() for group in self._groups]
-        mean: Callable[[str], float] = lambda name: self._sums[name] / max(1, self._trained_tokens)  # noqa: E731
-        spreads: list[Any] = [values.std() for values in rewards]
-        return StepMetrics(
-            skipped=skipped,
-            groups=len(self._groups),
-            trained_groups=sum(1 for spread in spreads if spread > 0),
-            tokens=self.tokens,
-            trained_tokens=self._trained_tokens,
-            completion_length_mean=self.tokens / len(self.rows),
-            reward_mean=sum(float(values.sum()) for values in rewards) / len(self.rows),
-            reward_std=float(sum(spreads)) / len(spreads),
-            loss=self._loss,
-            grad_norm=self.grad_norm,
-            learning_rate=learning_rate,
-            weight_mean=mean("weight"),
-            weight_max=self._weight_max,
-            truncated_fraction=mean("truncated"),
-            clipped_fraction=mean("clipped"),
-            mismatch_kl=mean("mismatch_kl"),
-            reference_kl=mean("reference_kl"),
-            entropy=mean("entropy"),
-        )
 
 
 def _check_same_layout(expected: dict[str, Tensor], state: TrainerState) -> None:

@@ -203,6 +203,8 @@ def _figures(state: RunState) -> Table:
             style="bold red" if over else "default",
         ),
     )
+    grid.add_row("off-policy", Text(_off_policy(state)))
+    grid.add_row("policy", Text(_policy(state)))
     grid.add_row("bubble ratio", Text(_or_dash(bubble, ".1%")))
     grid.add_row(
         "weights", Text(f"{human_bytes(learner)} from the learner, {human_bytes(peers)} from workers")
@@ -212,6 +214,22 @@ def _figures(state: RunState) -> Table:
         Text(f"{human_usd(state.spend.total)} of {human_usd(state.all_on.total)} with every worker on"),
     )
     return grid
+
+
+def _off_policy(state: RunState) -> str:
+    """How far the newest step's data was from the policy, and what that cost; only what the log knows."""
+    tokens = next(iter(_known(state, "tokens")), math.nan)
+    parts = [f"KL {value:.1e}" for value in _known(state, "mismatch_kl")]
+    for name, label in (("clipped_fraction", "clipped"), ("masked_fraction", "masked")):
+        parts += [f"{label} {value:.1%}" for value in _known(state, name)]
+    parts += [f"wasted {value / tokens:.0%}" for value in _known(state, "wasted_tokens") if tokens > 0]
+    return ", ".join(parts) or "-"
+
+
+def _policy(state: RunState) -> str:
+    parts = [f"entropy {value:.2f}" for value in _known(state, "entropy")]
+    parts += [f"gradient {value:.2g}" for value in _known(state, "grad_norm")]
+    return ", ".join(parts) or "-"
 
 
 def _workers(state: RunState) -> Table:

@@ -67,6 +67,30 @@ def mismatch(figure: Any, history: RunHistory) -> None:
     return draw_legend(lower)
 
 
+def tokens(figure: Any, history: RunHistory) -> None:
+    """Is the data used, and does the policy still explore? Shares of tokens without effect, and the entropy."""
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    label_axes(upper, "", "tokens [%]")
+    label_axes(lower, "step", "entropy [nats]")
+    if not len(history.steps):
+        draw_empty(lower, "")
+        return draw_empty(upper, "no steps yet")
+    columns = history.columns
+    received = np.where(columns["tokens"] > 0, columns["tokens"], np.nan)
+    draw_line(upper, history.steps, columns["wasted_tokens"] / received * 100, AMBER, "wasted")
+    for name, colour, label in (
+        ("masked_fraction", RED, "masked"),
+        ("truncated_fraction", TEAL, "cut at C"),
+        ("clipped_fraction", BLUE, "clipped"),
+    ):
+        draw_line(upper, history.steps, columns[name] * 100, colour, label)
+    draw_line(lower, history.steps, columns["entropy"], MUTED, "of the policy")
+    upper.set_ylim(bottom=0)
+    integer_x(lower)
+    draw_legend(upper)
+    return draw_legend(lower)
+
+
 def staleness(figure: Any, history: RunHistory) -> None:
     """Does the window hold? Share of trained tokens by staleness, against S."""
     axes = new_axes(figure, "staleness [versions]", "trained tokens [%]")
@@ -212,6 +236,7 @@ PANELS: Sequence[tuple[str, Callable[[Any, RunHistory], None]]] = (
     ("Staleness of trained tokens", staleness),
     ("Training and waiting", time),
     ("Off-policy distance and gradient", mismatch),
+    ("Tokens without effect, and entropy", tokens),
     ("Dissemination of policy versions", dissemination),
     ("Throughput against target", throughput),
     ("Cost", cost),

@@ -61,7 +61,7 @@ def draw_figure(history: RunHistory) -> bytes:
     from echo2p2p.telemetry.drawing import INK, MUTED, STYLE
     from echo2p2p.telemetry.panels import PANELS, WIDE, panel_title
 
-    columns = 4
+    columns = 3
     rows = -(-(len(PANELS) - WIDE) // columns)
     with mpl.rc_context(STYLE):
         figure: Any = Figure(figsize=(5.2 * columns, 4.0 * (rows + 1) + 1.0), dpi=110, layout="constrained")

@@ -67,3 +67,10 @@ def test_kappa_follows_from_the_window_unless_it_is_set():
     assert load([], ["learner.staleness=6", "learner.kappa=2"]).learner.publication_period == 2
     assert load([], ["learner.staleness=6", "learner.mode=sequential"]).learner.publication_period == 1
     assert load([], ["learner.staleness=0"]).learner.is_sequential
+
+
+def test_trajectory_balance_takes_no_kl_term():
+    options = ["learner.optimizer.objective=trajectory-balance", "learner.optimizer.kl_beta=0.1"]
+    with pytest.raises(SettingsError, match=r"learner\.optimizer: .*balance_beta"):
+        load([], options)
+    assert load([], options[:1]).learner.optimizer.objective == "trajectory-balance"

@@ -58,6 +58,17 @@ def test_it_fits_a_narrow_terminal():
         assert max(map(len, shown(view, 50).splitlines())) <= 50
 
 
+def test_it_says_how_far_off_policy_the_newest_step_was(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    run = FakeRun(None)
+    with LiveView(run.log, plain=False, stream=Terminal()) as view:
+        run.start()
+        run.step(1)
+        text = shown(view)
+    for piece in ("off-policy", "KL ", "clipped 1.0%", "masked 0.2%", "wasted 20%", "entropy", "gradient"):
+        assert piece in text
+
+
 def test_it_redraws_at_most_four_times_a_second():
     assert REFRESH_PER_SECOND <= 4
 

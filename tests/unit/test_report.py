@@ -77,7 +77,7 @@ def report(tmp_path_factory):
 def test_a_report_of_a_run(report):
     folder = report.png.parent
     assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "report.html", "report.png"]
-    assert Image.open(io.BytesIO(report.png.read_bytes())).size == (2288, 1430)
+    assert Image.open(io.BytesIO(report.png.read_bytes())).size == (1716, 1870)
     page = Page(report.html.read_text())
     assert page.tags.count("svg") == len(PANELS)
     for piece in (

@@ -14,6 +14,7 @@ from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
 from echo2p2p.learning.journal import Journal, read
 from echo2p2p.learning.replay import Entry
+from echo2p2p.learning.objective import Objective
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings, TrainerState
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, threads=1)
@@ -71,12 +72,27 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass_at_the_temperature(
             torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_micro_batches_change_nothing_but_memory(policy):
-    whole = GRPOTrainer(policy, SETTINGS)
-    split = GRPOTrainer(policy, replace(SETTINGS, micro_batch_tokens=12))
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(),
+        Objective(normalisation="sequence", ratio_level="sequence"),
+        Objective(normalisation="constant", scale_by_std=False),
+        Objective(proximal="sampler", mask_high=1.5),
+        Objective(kind="trajectory-balance"),
+    ],
+)
+def test_micro_batches_change_nothing_but_memory(policy, objective):
+    settings = replace(SETTINGS, objective=objective)
+    whole = GRPOTrainer(policy, settings)
+    split = GRPOTrainer(policy, replace(settings, micro_batch_tokens=12))
     groups = make_groups(2)
     one, two = whole.train(groups), split.train(groups)
-    assert one.loss == pytest.approx(two.loss, abs=1e-5)
+    one_state, two_state = whole.state().tensors, split.state().tensors
+    for name in one_state:
+        if name.startswith("optimizer.exp_avg."):  # a tenth of the gradient, after one update
+            torch.testing.assert_close(one_state[name], two_state[name], atol=1e-6, rtol=1e-3)
+    assert one.loss == pytest.approx(two.loss, abs=1e-5, rel=1e-5)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
     assert one.entropy == pytest.approx(two.entropy, rel=1e-5)
 
@@ -103,6 +119,52 @@ def test_the_loss_is_a_mean_over_all_tokens_of_the_batch(policy):
     assert together.trained_groups == 3
     assert together.trained_tokens == alone.tokens
     assert together.loss == pytest.approx(alone.loss * alone.tokens / together.tokens, rel=1e-4)
+
+
+@pytest.mark.parametrize("normalisation", ["sequence", "constant"])
+def test_groups_without_signal_count_in_every_normaliser(policy, normalisation):
+    settings = replace(SETTINGS, objective=Objective(normalisation=normalisation))
+    groups = make_groups(3)
+    alone = GRPOTrainer(policy, settings).train(groups)
+    together = GRPOTrainer(policy, settings).train([*groups, *with_trajectories(make_groups(4), reward=0.1)])
+    assert (together.groups, together.trained_groups) == (6, 3)
+    assert together.wasted_tokens == together.tokens - alone.tokens
+    assert together.loss == pytest.approx(alone.loss / 2, rel=1e-4)
+
+
+def test_with_a_reference_groups_without_signal_are_held_to_it(policy):
+    groups = with_trajectories(make_groups(0), reward=1.0)
+    trainer = GRPOTrainer(policy, replace(SETTINGS, objective=Objective(kl_beta=0.1)))
+    metrics = trainer.train(groups)
+    assert (metrics.skipped, metrics.trained_groups) == ("", 0)
+    assert (metrics.trained_tokens, metrics.wasted_tokens) == (metrics.tokens, metrics.tokens)
+
+
+def test_balance_moves_the_policy_towards_the_reference_tilted_by_the_reward(policy):
+    """Random log-probabilities of the sampler do not matter: it learns from anybody's samples."""
+    settings = replace(SETTINGS, objective=Objective(kind="trajectory-balance", balance_beta=0.5))
+    trainer = GRPOTrainer(policy, settings)
+    groups = make_groups(0)
+    metrics = [trainer.train(groups) for _ in range(60)]
+    assert metrics[0].loss == pytest.approx(1.0, rel=1e-4)  # (r − mean r)/β = ±1 while π_θ = π_ref
+    assert metrics[-1].loss < 0.1
+    assert metrics[0].wasted_tokens == 0
+
+
+def test_balance_takes_no_kl_term(policy):
+    with pytest.raises(SettingsError, match="balance_beta"):
+        GRPOTrainer(policy, replace(SETTINGS, objective=Objective(kind="trajectory-balance", kl_beta=0.1)))
+
+
+def test_masked_sequences_are_counted_and_move_nothing(policy):
+    trainer = GRPOTrainer(
+        policy, replace(SETTINGS, objective=Objective(mask_high=1.000001, mask_low=0.999999))
+    )
+    before = trainer.snapshot().fingerprint()
+    metrics = trainer.train(make_groups(0))
+    assert metrics.masked_fraction == 1.0
+    assert metrics.wasted_tokens == metrics.tokens
+    assert trainer.snapshot().fingerprint() == before
 
 
 def test_without_any_signal_the_policy_stays_and_the_step_counts(policy):
@@ -137,7 +199,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(policy, poison
             for group in groups
         ]
     before = trainer.state()
-    assert trainer.train(bad).skipped == "non-finite"
+    metrics = trainer.train(bad)
+    assert (metrics.skipped, metrics.non_finite_steps) == ("non-finite", 1)
+    assert metrics.wasted_tokens == metrics.tokens
     after = trainer.state()
     assert trainer.non_finite_steps == 1
     assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
@@ -155,7 +219,7 @@ def test_the_reference_holds_the_policy_back(policy):
     groups = make_groups(0)
     distance = {}
     for beta in (0.01, 10.0):
-        trainer = GRPOTrainer(policy, replace(SETTINGS, kl_beta=beta))
+        trainer = GRPOTrainer(policy, replace(SETTINGS, objective=Objective(kl_beta=beta)))
         first = trainer.train(groups)
         assert first.reference_kl == pytest.approx(0.0, abs=1e-6)
         for _ in range(10):
@@ -279,6 +343,6 @@ def test_metrics_tell_rewards_lengths_and_counts(policy):
     assert metrics.reward_std == 0.5
     assert metrics.tokens == sum(group.n_tokens for group in groups)
     assert metrics.completion_length_mean == metrics.tokens / 12
-    assert metrics.weight_max <= SETTINGS.importance_cap
+    assert metrics.weight_max <= SETTINGS.objective.importance_cap
     assert EOS not in (metrics.grad_norm, metrics.entropy)
     assert metrics.mismatch_kl > 0
