@@ -13,6 +13,7 @@ is drawn at version v_next + ⌊backlog / G⌋ (G groups a step). A worker gets 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 from echo2p2p.config import LearnerSettings
@@ -42,6 +43,9 @@ WAIT_REPORT_S = 30.0
 class Dispatcher:
     """Leases, admission and batches of one run.
 
+    Args:
+        just_in_time: False leases as much as the window allows, to model learners that do.
+
     Attributes:
         version: v_t, the learner's version; set by the learner after each step.
         published: the newest version that workers can hold.
@@ -59,8 +63,10 @@ class Dispatcher:
         clock: Clock,
         events: EventLog,
         t_train_s: float,
+        just_in_time: bool = True,
     ) -> None:
         self._settings = settings
+        self._just_in_time = just_in_time
         self._ledger = ledger
         self._scorer = scorer
         self._clock = clock
@@ -170,7 +176,7 @@ class Dispatcher:
         generating = max(session.version, self._min_version())
         next_version = self.version + (1 if self._training else 0)
         steps_in_window = generating + self._settings.staleness - next_version + 1
-        steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
+        steps_in_time = 1 + session.turnaround.seconds / self.t_train_s if self._just_in_time else math.inf
         return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog
 
     def _min_version(self) -> int:

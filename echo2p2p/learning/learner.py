@@ -68,6 +68,7 @@ class Learner:
         assets: the policy's small files (config, tokenizer) by name; every worker builds its engine from them.
         evaluate: scores snapshots on the held-out set; None to leave evaluation out.
         state: from a checkpoint; None for a new run. The trainer must hold the same step.
+        just_in_time: as of the :class:`~echo2p2p.learning.dispatcher.Dispatcher`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Learner:
         events: EventLog,
         evaluate: Evaluate | None = None,
         state: LearnerState | None = None,
+        just_in_time: bool = True,
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -107,6 +109,7 @@ class Learner:
             clock=self._clock,
             events=events,
             t_train_s=settings.provisioning.t_train_prior_s,
+            just_in_time=just_in_time,
         )
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
