@@ -38,8 +38,8 @@ CHANGED_SHARE = 0.01
 ASSUMPTIONS = [
     "T_train is 1631.2 s: the paper's step time at S = 3, where its table says that nothing waits.",
     "κ = S − 1 = 2, the paper's default; γ = 1.1.",
-    "A worker does not generate while a version is on its way to it, as the paper's capacity formula counts; work is "
-    "leased as far as the window allows.",
+    "A worker does not generate while a version is on its way to it, as the paper's capacity formula counts; the "
+    "window is looked at when a batch is drawn, not when work is given out.",
     "All workers are equally fast: 0.2655 rollouts/s, the one speed that fits both waits of the table best (within 10 %). "
     "The paper gives no speed. The waits are fitted with one figure for two; that the full system does not wait follows.",
     "Completions are all 4096 tokens long: a period has 4096 of them, so their spread averages out.",

@@ -13,7 +13,6 @@ is drawn at version v_next + ⌊backlog / G⌋ (G groups a step). A worker gets 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 
 from echo2p2p.config import LearnerSettings
@@ -44,7 +43,8 @@ class Dispatcher:
     """Leases, admission and batches of one run.
 
     Args:
-        just_in_time: False leases as much as the window allows, to model learners that do.
+        just_in_time: False leases whatever the buffer has room for, to model learners that do, and look at the
+            window only when they draw a batch.
 
     Attributes:
         version: v_t, the learner's version; set by the learner after each step.
@@ -173,10 +173,12 @@ class Dispatcher:
         if self._sequential:
             drawing = not self._training and self.published == self.version
             return self._group_quota - backlog if drawing else 0
+        if not self._just_in_time:
+            return self._replay.capacity_groups - backlog
         generating = max(session.version, self._min_version())
         next_version = self.version + (1 if self._training else 0)
         steps_in_window = generating + self._settings.staleness - next_version + 1
-        steps_in_time = 1 + session.turnaround.seconds / self.t_train_s if self._just_in_time else math.inf
+        steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
         return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog
 
     def _min_version(self) -> int:

@@ -75,7 +75,7 @@ class Manners:
         relay: workers pass chunks on; without it the learner sends everything to everybody.
         generate_while_fetching: without it a worker stands still from the announcement of a version until it has it,
             as the capacity formula of the ECHO-2 paper has it.
-        just_in_time: without it the learner leases as much as the window allows.
+        just_in_time: without it the learner leases whatever its buffer has room for.
     """
 
     relay: bool = True
