@@ -2,11 +2,11 @@
 
     python -m benchmarks.echo2
 
-Each row of the paper's table (arXiv 2602.02192, Qwen3-8B, S = 3) is a run of the real learner, workers and relay under
-virtual time, by the paper's rules: weights travel whole, and workers stand still while they do. Then echo2p2p by its
-own rules: patches, work while weights travel, as many workers as its activation chooses. What the paper leaves open is
-listed as an assumption; a figure that was used to fill a gap is marked as fitted and is no prediction. The last line is
-one JSON object. It takes about two minutes.
+Each row of the paper's table (arXiv 2602.02192, Qwen3-8B, S = 3) is a run of the real learner, workers and relay
+under virtual time, by the paper's rules: weights travel whole, and workers stand still while they do. Then echo2p2p
+by its own rules: patches, work while weights travel, as many workers as its activation chooses. What the paper
+leaves open is listed as an assumption; a figure that was used to fill a gap is marked as fitted and predicts nothing.
+The last line is one JSON object. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,41 @@ MARKET_USD_PER_HOUR = 0.930
 CHANGED_SHARE = 0.01
 
 ASSUMPTIONS = [
-    "T_train is 1631.2 s: the paper's step time at S = 3, where its table says that nothing waits.",
-    "κ = S − 1 = 2, the paper's default; γ = 1.1.",
-    "A worker does not generate while a version is on its way to it, as the paper's capacity formula counts; the "
-    "window is looked at when a batch is drawn, not when work is given out.",
-    "All workers are equally fast: 0.2655 rollouts/s, the one speed that fits both waits of the table best (within 10 %). "
-    "The paper gives no speed. The waits are fitted with one figure for two; that the full system does not wait follows.",
-    "Completions are all 4096 tokens long: a period has 4096 of them, so their spread averages out.",
-    "Loading a version takes 100 s: what is left of the table's T_bcast of 1437 s after 16.4 GB at 100 Mbit/s and our "
-    "relay's own time. So T_bcast of the full system is fitted.",
-    "Without relay the learner's uplink is what the table's T_bcast asks for: 701 Mbit/s with 9 workers, 760 with 10 "
-    "(the paper says 300 to 1000, and its two figures do not fit one uplink). So these T_bcast are fitted, too.",
-    "The table's dollars do not follow from the paper's prices: 4 A100 at $3.06/h and 9 workers at $0.35/h for 1631.2 s are "
-    "$6.97 a step, not $8.10; and $6.85 is what its saving of 33.3–36.3 % comes to. The ablation needs a market with "
-    "different prices anyway (else the choice of workers would not matter), so its workers are taken to cost what the "
-    "rows with and without cost-awareness say: $0.626/h the nine cheapest, $0.930/h nine at random. These two dollar "
-    "figures are fitted; those without relay are predictions. Dollars at $0.35/h stand beside them.",
-    "The baselines are 8 A100 at $3.06/h for the paper's step times; the saving is taken at $0.35/h a worker.",
-    "For echo2p2p: a step changes 1 % of the bf16 weights (PULSE: about 99 % are bit-identical), loading takes the same "
-    "100 s, workers cost the same, and three more are there to choose from.",
-    "Weights are modelled by 256 chunks, so that a version is late by 1/256 of its time for every hop; trajectories are "
-    "one 512th of their real length, and their bytes do not matter.",
+    " ".join(paragraph.split())
+    for paragraph in """
+T_train is 1631.2 s: the paper's step time at S = 3, where its table says that nothing waits.
+
+κ = S − 1 = 2, the paper's default; γ = 1.1.
+
+A worker does not generate while a version is on its way to it, as the paper's capacity formula counts; the
+window is looked at when a batch is drawn, not when work is given out.
+
+All workers are equally fast: 0.2655 rollouts/s, the one speed that fits both waits of the table best (within 10
+%). The paper gives no speed. The waits are fitted with one figure for two; that the full system does not wait
+follows.
+
+Completions are all 4096 tokens long: a period has 4096 of them, so their spread averages out.
+
+Loading a version takes 100 s: what is left of the table's T_bcast of 1437 s after 16.4 GB at 100 Mbit/s and our
+relay's own time. So T_bcast of the full system is fitted.
+
+Without relay the learner's uplink is what the table's T_bcast asks for: 701 Mbit/s with 9 workers, 760 with 10
+(the paper says 300 to 1000, and its two figures do not fit one uplink). So these T_bcast are fitted, too.
+
+The table's dollars do not follow from the paper's prices: 4 A100 at $3.06/h and 9 workers at $0.35/h for 1631.2
+s are $6.97 a step, not $8.10; and $6.85 is what its saving of 33.3–36.3 % comes to. The ablation needs a market
+with different prices anyway (else the choice of workers would not matter), so its workers are taken to cost
+what the rows with and without cost-awareness say: $0.626/h the nine cheapest, $0.930/h nine at random. These
+two dollar figures are fitted; those without relay are predictions. Dollars at $0.35/h stand beside them.
+
+The baselines are 8 A100 at $3.06/h for the paper's step times; the saving is taken at $0.35/h a worker.
+
+For echo2p2p: a step changes 1 % of the bf16 weights (PULSE: about 99 % are bit-identical), loading takes the
+same 100 s, workers cost the same, and three more are there to choose from.
+
+Weights are modelled by 256 chunks, so that a version is late by 1/256 of its time for every hop; trajectories
+are one 512th of their real length, and their bytes do not matter.
+""".split("\n\n")
 ]
 
 

@@ -36,14 +36,14 @@ def crowd(workers: int, hours: float) -> Scenario:
     for group, count in zip(tree["workers"], (workers - workers // 3, workers // 3), strict=True):
         group["count"] = count
     tree["churn"] = {"joins_per_hour": 30, "leaves_per_hour": 15, "kills_per_hour": 15}
-    tree["policy"].update(nbytes=1_000_000_000, chunk_kib=4, chunks=128)
+    tree["policy"].update(nbytes=1_000_000_000, chunk_kib=8, chunks=64)
     tree["learner"]["settings"] = {
         "learner": {
             "staleness": 4,
             "prompts_per_step": 128,
             "samples_per_prompt": 16,
             "lease_s": 300,
-            "beat_period_s": 30,
+            "beat_period_s": 60,
             "min_workers": workers,
         },
         "provisioning": {"period_s": 10, "price_cap_per_hour": 60.0},

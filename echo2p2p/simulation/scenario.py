@@ -148,7 +148,8 @@ class Rules(Section):
         description="false: workers stand still while a version arrives, as ECHO-2's capacity formula has it",
     )
     just_in_time: bool = Field(
-        True, description="work is leased when it will be needed; false: whatever the buffer has room for, as ECHO-2 does"
+        True,
+        description="work is leased when it will be needed; false: whatever the buffer has room for",
     )
     cost_aware: bool = Field(True, description="false: the learner sees one price, and chooses blindly")
 
