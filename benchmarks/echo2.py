@@ -35,9 +35,7 @@ CHEAP_USD_PER_HOUR = 0.626
 MARKET_USD_PER_HOUR = 0.930
 CHANGED_SHARE = 0.01
 
-ASSUMPTIONS = [
-    " ".join(paragraph.split())
-    for paragraph in """
+_ASSUMED = """
 T_train is 1631.2 s: the paper's step time at S = 3, where its table says that nothing waits.
 
 κ = S − 1 = 2, the paper's default; γ = 1.1.
@@ -70,8 +68,8 @@ same 100 s, workers cost the same, and three more are there to choose from.
 
 Weights are modelled by 256 chunks, so that a version is late by 1/256 of its time for every hop; trajectories
 are one 512th of their real length, and their bytes do not matter.
-""".split("\n\n")
-]
+"""
+ASSUMPTIONS = [" ".join(paragraph.split()) for paragraph in _ASSUMED.split("\n\n")]
 
 
 @dataclass(frozen=True)
