@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "learner": "Train a policy with rollouts from the swarm.",
     "worker": "Roll out for a learner, for a price.",
     "inspect": "Look into a swarm: peers, workers, learners, manifests, records.",
+    "simulate": "Play a swarm under virtual time: costs, waits and failures before anything is rented.",
     "plan": "Which workers keep a learner busy, and at what price?",
     "demo": "A whole swarm on this machine, trained until the reward has risen.",
     "report": "Draw a run: a PNG and a page.",

@@ -48,6 +48,8 @@ class Dispatcher:
         journal: where accepted groups and batches are written first; what it holds of an earlier life of the
             learner is taken up: batches that were drawn are drawn again, in the same order. None: nowhere, and
             what was accepted and not yet in a checkpoint is lost in a crash and leased again.
+        just_in_time: False leases whatever the buffer has room for, to model learners that do, and look at the
+            window only when they draw a batch.
 
     Attributes:
         version: v_t, the learner's version; set by the learner after each step.
@@ -68,8 +70,10 @@ class Dispatcher:
         events: EventLog,
         t_train_s: float,
         journal: Journal | None = None,
+        just_in_time: bool = True,
     ) -> None:
         self._settings = settings
+        self._just_in_time = just_in_time
         self._ledger = ledger
         self._scorer = scorer
         self._clock = clock
@@ -183,6 +187,8 @@ class Dispatcher:
         if self._sequential:
             drawing = not self._training and self.published == self.version
             return self._group_quota - backlog if drawing else 0
+        if not self._just_in_time:
+            return self._replay.capacity_groups - backlog
         generating = max(session.version, self._min_version())
         next_version = self.version + (1 if self._training else 0)
         steps_in_window = generating + self._settings.staleness - next_version + 1

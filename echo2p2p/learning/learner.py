@@ -70,6 +70,7 @@ class Learner:
         evaluate: scores snapshots on the held-out set; None to leave evaluation out.
         state: from a checkpoint; None for a new run. The trainer must hold the same step.
         journal: resumed from the same checkpoint.
+        just_in_time: as of the :class:`~echo2p2p.learning.dispatcher.Dispatcher`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Learner:
         evaluate: Evaluate | None = None,
         state: LearnerState | None = None,
         journal: Journal | None = None,
+        just_in_time: bool = True,
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -111,6 +113,7 @@ class Learner:
             events=events,
             t_train_s=settings.provisioning.t_train_prior_s,
             journal=journal,
+            just_in_time=just_in_time,
         )
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)

@@ -36,7 +36,7 @@ class ReplayBuffer:
 
     def __init__(self, *, staleness: int, capacity_groups: int) -> None:
         self._staleness = staleness
-        self._capacity = capacity_groups
+        self.capacity_groups = capacity_groups
         self._by_version: dict[int, deque[Entry]] = {}
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class ReplayBuffer:
 
     def add(self, entry: Entry) -> bool:
         """Take a group in; False if the buffer is full."""
-        if len(self) >= self._capacity:
+        if len(self) >= self.capacity_groups:
             return False
         self._by_version.setdefault(entry.group.version, deque()).append(entry)
         return True

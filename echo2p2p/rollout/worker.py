@@ -26,7 +26,7 @@ import msgspec
 from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.data.work import Decline, Lease, Submit, TaskSpec, Welcome
+from echo2p2p.data.work import Advertise, Decline, Lease, Submit, TaskSpec, Welcome
 from echo2p2p.errors import (
     Echo2p2pError,
     EngineError,
@@ -143,6 +143,12 @@ class Worker:
         return msgspec.structs.replace(
             self._describe, version=self.version, state=self.state, addresses=addresses
         )
+
+    def announce(self, price_per_hour: float) -> None:
+        """Ask for another price from now on. The learner counts a higher one from the next activation on."""
+        self._describe = msgspec.structs.replace(self._describe, price_per_hour=price_per_hour)
+        self._session.tell(Advertise(self.seal_advert()))
+        self._advert_changed.set()
 
     async def run(self) -> None:
         """Work until the run is finished or :meth:`stop` is called.

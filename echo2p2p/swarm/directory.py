@@ -7,13 +7,15 @@ A record lives for a short time and its owner renews it, so what has left vanish
 * Sequence numbers grow across restarts without any state on disk: each is at least the time in ms.
 * A worker counts as present until it says that it leaves or its last advert expires. A look that misses a
   record, or a shard that does not answer, makes nobody disappear.
+* A watch of any number of workers reads at most ``REFRESH_BYTES`` a look, after the first: of a large run it looks
+  at some shards at a time, in turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -42,6 +44,8 @@ DEFAULT_TTL_S = 90.0
 _RENEWALS = 3
 """Times that a record is renewed within its life."""
 _LEAVING = "leaving"
+REFRESH_BYTES = 1_800_000
+"""What one look of a watch may read; with the addresses and framing around it, 2 MB."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Directory:
         self._store_timeout_s = store_timeout_s
         self._sequence = 0
         self._seen: dict[str, dict[PeerId, Record]] = {}
+        self._nbytes: dict[str, int] = {}
+        self._next_shard = 0
 
     # --- publishing
 
@@ -183,6 +189,10 @@ class Directory:
         Raises:
             DeadlineExceeded: not one shard answered within ``timeout_s``.
         """
+        return await self._look_at(range(WORKER_SHARDS), timeout_s)
+
+    async def _look_at(self, shards: Iterable[int], timeout_s: float) -> dict[PeerId, WorkerAdvert]:
+        """Everybody that is present, as these shards say now and the others said last."""
         answered: list[bool] = []
 
         async def look(key: str) -> None:
@@ -192,18 +202,29 @@ class Directory:
             except SwarmError as error:
                 log.debug("no answer for %s: %s", key, error)
 
-        shards = [self.keys.worker_shard(shard) for shard in range(WORKER_SHARDS)]
         async with asyncio.TaskGroup() as group:
-            for key in shards:
-                group.create_task(look(key))
+            for shard in shards:
+                group.create_task(look(self.keys.worker_shard(shard)))
         if not answered:
             raise DeadlineExceeded(f"no shard of {self.keys.run} answered within {timeout_s:g} s")
         return {
             owner: record.body
-            for key in shards
-            for owner, record in self._live(key).items()
+            for shard in range(WORKER_SHARDS)
+            for owner, record in self._live(self.keys.worker_shard(shard)).items()
             if isinstance(record.body, WorkerAdvert) and record.body.state != _LEAVING
         }
+
+    def _next_shards(self) -> list[int]:
+        """The shards whose turn it is: as many as :data:`REFRESH_BYTES` allow, at least one."""
+        shards: list[int] = []
+        nbytes = 0
+        while len(shards) < WORKER_SHARDS:
+            nbytes += self._nbytes.get(self.keys.worker_shard(self._next_shard), 0)
+            if shards and nbytes > REFRESH_BYTES:
+                break
+            shards.append(self._next_shard)
+            self._next_shard = (self._next_shard + 1) % WORKER_SHARDS
+        return shards
 
     async def learner(self, timeout_s: float) -> LearnerRecord | None:
         """What the run's learner says of the run; None if it has said nothing lately.
@@ -241,12 +262,13 @@ class Directory:
     async def watch_workers(self, period_s: float) -> AsyncIterator[WorkersSeen]:
         """Look every ``period_s`` and yield what is there and what is new; the first look joins everybody.
 
-        A look that nobody answers is logged and skipped.
+        Of a run so large that a look would read more than :data:`REFRESH_BYTES`, a look after the first sees some of
+        the shards, so a worker is heard of a few periods later. A look that nobody answers is logged and skipped.
         """
         before: dict[PeerId, WorkerAdvert] = {}
         while True:
             try:
-                now = await self.workers(timeout_s=period_s)
+                now = await self._look_at(self._next_shards(), timeout_s=period_s)
             except SwarmError as error:
                 log.warning("no look at the workers of %s: %s", self.keys.run, error)
             else:
@@ -262,6 +284,7 @@ class Directory:
     async def _find(self, key: str, timeout_s: float) -> None:
         """Merge what the table holds under ``key`` into what has been seen."""
         found = await self._network.find_records(key, timeout_s=timeout_s)
+        self._nbytes[key] = sum(len(owner) + len(value) for owner, value in found.items())
         seen = self._seen.setdefault(key, {})
         for owner, record in _believed(found, self._network.clock.unix()).items():
             seen[owner] = newest([record, seen[owner]]) if owner in seen else record

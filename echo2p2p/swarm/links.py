@@ -67,6 +67,7 @@ class Pipe:
     Args:
         uplink, downlink: the sender's and the receiver's.
         delay_s: one way.
+        weight: what one byte counts on both links; see :class:`~echo2p2p.swarm.memory.MemorySwarm`.
         name: for error messages.
         count: told of every byte that leaves the sender.
         on_done: called once, when nothing will move in this pipe any more.
@@ -82,6 +83,7 @@ class Pipe:
         name: str,
         count: Callable[[int], None],
         on_done: Callable[[], None],
+        weight: float = 1.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._uplink = uplink
@@ -91,6 +93,7 @@ class Pipe:
         self._name = name
         self._count = count
         self._on_done = on_done
+        self.weight = weight
         self.broken = ""
         """Why nothing moves any more; empty while all is well."""
         self.corruption: Corruption | None = None
@@ -367,7 +370,7 @@ class Uplink:
                 self._send_all(pipe, now)
                 continue
             block = pipe.take(self.block_bytes)
-            self._busy_until = now + len(block) / self.rate
+            self._busy_until = now + len(block) * pipe.weight / self.rate
             if not (self._turn or pipe.ready or pipe.writer_waits):
                 pipe.sent(len(block))
                 pipe.travel(block, started=now, finishes=self._busy_until)
@@ -408,7 +411,7 @@ class Downlink:
         """A block's last bit is here; its first was at ``started``."""
         if not self._timer:
             # What flowed in while the block was under way: done by now if the link kept up.
-            free_at = max(started, self._free_at) + len(block) / self.rate
+            free_at = max(started, self._free_at) + len(block) * pipe.weight / self.rate
             if free_at <= self._loop.time() + _INSTANT_S:
                 self._free_at = free_at
                 pipe.deliver(block)
@@ -427,7 +430,7 @@ class Downlink:
                 pipe.at_downlink = False
                 continue
             block, started = pipe.arrived[0]
-            self._free_at = max(started, self._free_at) + len(block) / self.rate
+            self._free_at = max(started, self._free_at) + len(block) * pipe.weight / self.rate
             self._timer = True
             self._loop.call_at(max(self._loop.time(), self._free_at), self._finish, pipe)
             return

@@ -18,12 +18,13 @@ import asyncio
 import hashlib
 import math
 import random
+from collections.abc import Callable
 from types import TracebackType
 
 from echo2p2p.errors import RecordError
 from echo2p2p.swarm.clock import Clock, SystemClock
 from echo2p2p.swarm.identity import Identity, PeerId
-from echo2p2p.swarm.links import Corruption, LinkLimits, Pipe
+from echo2p2p.swarm.links import Block, Corruption, LinkLimits, Pipe
 from echo2p2p.swarm.memory_peer import MemoryNetwork, MemoryStream
 from echo2p2p.swarm.records import Record, check
 from echo2p2p.swarm.virtual_time import VirtualClock, VirtualLoop
@@ -88,6 +89,9 @@ class MemorySwarm:
         default_delay_s: the delay of peers that name none.
         lookup_delay_s: what a store or find in the table takes; may be changed at any time.
         limits: sizes of blocks and windows.
+        weigh: what a byte counts on the links. Called with a stream's protocol, and again with what its opener
+            writes first: the first answer holds for the opener's bytes, the second for those that come back. Where
+            bodies and links are scaled down together, this keeps small messages from becoming slow ones.
 
     Attributes:
         errors: what handlers raised that is not an Echo2p2pError.
@@ -102,6 +106,7 @@ class MemorySwarm:
         default_delay_s: float = 0.0,
         lookup_delay_s: float = 0.0,
         limits: LinkLimits | None = None,
+        weigh: Callable[[str, Block], float] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._seed = seed
@@ -115,6 +120,7 @@ class MemorySwarm:
         self._change: asyncio.Future[None] = self._loop.create_future()
         self.limits = limits or LinkLimits()
         self.lookup_delay_s = lookup_delay_s
+        self._weigh = weigh
         self.errors: list[Exception] = []
         self.traffic: dict[tuple[PeerId, PeerId, str], int] = {}
         self.table = MemoryTable(self._clock())
@@ -279,6 +285,8 @@ class MemorySwarm:
         far = MemoryStream(a.peer_id, protocol)
         near.outgoing = far.incoming = self._pipe(a, b, near)
         far.outgoing = near.incoming = self._pipe(b, a, far)
+        if self._weigh is not None:
+            near.weigh = self._weigh
         a.streams[near] = None
         b.streams[far] = None
         return near, far
@@ -298,6 +306,7 @@ class MemorySwarm:
             name=f"{sender.peer_id} to {receiver.peer_id} on {source.protocol}",
             count=count,
             on_done=lambda: sender.streams.pop(source, None) and None,
+            weight=1.0 if self._weigh is None else self._weigh(source.protocol, b""),
         )
         pipe.corruption = self._corrupt.get(account[:2])
         return pipe

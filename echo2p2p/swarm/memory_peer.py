@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, PeerUnreachable
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import Identity, PeerId
-from echo2p2p.swarm.links import Downlink, Pipe, Uplink
+from echo2p2p.swarm.links import Block, Downlink, Pipe, Uplink
 from echo2p2p.swarm.network import PeerInfo, Stream, StreamHandler
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FIRST_BYTES = 4096
+"""As much of the first write decides on the weight of a stream."""
 _LINGER_S = 10.0
 """How long closing a stream waits for what it still has to send."""
 
@@ -34,6 +36,8 @@ class MemoryStream:
         self.protocol = protocol
         self._remote = remote
         self._closed = False
+        self.weigh: Callable[[str, Block], float] | None = None
+        """Asked once, with the first bytes that are written here, for the weight of those that come back."""
         self.outgoing: Pipe
         self.incoming: Pipe
 
@@ -51,6 +55,8 @@ class MemoryStream:
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         self._raise_if_closed()
+        if self.weigh is not None:
+            self.incoming.weight, self.weigh = self.weigh(self.protocol, bytes(data[:_FIRST_BYTES])), None
         await self.outgoing.write(data if isinstance(data, bytes) else memoryview(data).cast("B"))
 
     async def close(self) -> None:

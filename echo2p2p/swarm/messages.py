@@ -20,7 +20,7 @@ T = TypeVar("T")
 PROTOCOL_VERSION = 1
 """Part of every protocol id (``/echo2p2p/1/…``) and of every greeting."""
 
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -57,7 +57,7 @@ async def send(stream: Stream, message: Any) -> None:
         PeerUnreachable: the stream broke.
     """
     body = _encoder.encode(message)
-    await stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+    await stream.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
 
 
 async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeout_s: float) -> T:
@@ -75,7 +75,7 @@ async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeo
     """
     try:
         async with asyncio.timeout(timeout_s):
-            length = int.from_bytes(await stream.read_exactly(_LENGTH_BYTES), "big")
+            length = int.from_bytes(await stream.read_exactly(LENGTH_BYTES), "big")
             if length > max_bytes:
                 raise MessageTooLarge(
                     f"{stream.remote} announced a message of {length} bytes, {max_bytes} are allowed"

@@ -18,7 +18,7 @@ from echo2p2p.data.work import (
     Welcome,
 )
 from echo2p2p.errors import EngineError, IncompatibleVersion
-from echo2p2p.simulation.engine import ModelledEngine
+from echo2p2p.simulation.engine import Lengths, ModelledEngine
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.memory import MemorySwarm
@@ -163,7 +163,7 @@ def test_a_prompt_that_no_engine_can_roll_out_is_set_aside_and_kills_nobody():
         await world.start(0)
         for number in range(4):
             worker, _ = await world.run.start_worker(WorkerModel(0.3, 200.0), number)
-            engine = Allergic(tokens_per_s=200.0, mean_tokens=100.0)
+            engine = Allergic(tokens_per_s=200.0, lengths=Lengths(100.0))
 
             async def build(*_, engine=engine):
                 from echo2p2p.simulation.engine import ModelledScorer

@@ -9,7 +9,7 @@ import pytest
 from echo2p2p.config import load
 from echo2p2p.data.work import Join, Ready, Submit
 from echo2p2p.errors import FingerprintMismatch
-from echo2p2p.simulation.engine import ModelledEngine, ModelledScorer
+from echo2p2p.simulation.engine import Lengths, ModelledEngine, ModelledScorer
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual
@@ -25,7 +25,7 @@ class Doubted(ModelledEngine):
     """
 
     def __init__(self, spoiled=(), *, beyond_repair=False):
-        super().__init__(tokens_per_s=400.0, mean_tokens=50.0, install_s=0.1)
+        super().__init__(tokens_per_s=400.0, lengths=Lengths(50.0), install_s=0.1)
         self.spoiled, self.beyond_repair = set(spoiled), beyond_repair
         self.wrong = False
         self.log = []

@@ -24,7 +24,7 @@ def run(*arguments, timeout=60, **options):
 
 def test_the_commands_are_the_documented_ones():
     assert list(COMMANDS) == [
-        "bootstrap", "learner", "worker", "inspect", "plan", "demo", "report", "export",
+        "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "export",
     ]  # fmt: skip
     assert isinstance(cli, LazyGroup)
 

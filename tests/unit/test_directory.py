@@ -334,6 +334,39 @@ async def test_a_watcher_hears_of_joins_changes_and_departures(world: World) -> 
 
 
 @virtual
+async def test_a_watch_of_a_large_run_reads_a_bounded_part_of_it_a_look(world: World) -> None:
+    workers = [world.swarm.add_peer() for _ in range(200)]
+    for worker in workers:
+        await world.directory(worker).publish(ADVERT)
+    reader = world.swarm.add_peer()
+    read: list[int] = []
+    find = reader.find_records
+
+    async def counted(key: str, *, timeout_s: float) -> dict[str, bytes]:
+        found = await find(key, timeout_s=timeout_s)
+        read[-1] += sum(len(owner) + len(value) for owner, value in found.items())
+        return found
+
+    reader.find_records = counted  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("echo2p2p.swarm.directory.REFRESH_BYTES", 40_000)
+        watch = world.directory(reader).watch_workers(5)
+        gone: set[str] = set()
+        for look in range(8):
+            read.append(0)
+            seen = await anext(watch)
+            assert not seen.joined or look == 0
+            if look == 0:
+                assert len(seen.workers) == 200
+                await world.directory(workers[0]).retire(ADVERT)
+            else:
+                assert read[-1] <= 40_000
+            gone |= set(seen.left)
+        assert gone == {workers[0].peer_id}
+        await watch.aclose()  # type: ignore[attr-defined]
+
+
+@virtual
 async def test_a_worker_that_has_left_is_not_brought_back_by_a_replay(world: World) -> None:
     worker, reader = world.swarm.add_peer(), world.directory()
     directory = world.directory(worker)

@@ -13,8 +13,8 @@ from policies import EOS, make_groups, make_policy
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
 from echo2p2p.learning.journal import Journal, read
-from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.objective import Objective
+from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings, TrainerState
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, threads=1)
