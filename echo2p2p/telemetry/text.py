@@ -6,6 +6,7 @@ screen, reverse the reading order, forge a second line or fill the page.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 
 PEER_TAIL = 6
@@ -46,7 +47,9 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration such as ``42 s``, ``3 min 05 s`` or ``2 h 07 min``."""
+    """A duration such as ``42 s``, ``3 min 05 s`` or ``2 h 07 min``; ``? s`` if it is not a number."""
+    if not math.isfinite(seconds):
+        return "? s"
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -29,6 +29,7 @@ MAX_FAN_OUT = 32
 _TREE_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _BITS_PER_MBIT = 1e6
 _MIN_MBIT = 1e-3
+"""Who has less than that to give is not asked to forward anything."""
 _LEARNER = -1
 
 
@@ -101,7 +102,9 @@ def trees(uplinks_mbit: Sequence[float], k: int, fan_out: int = MAX_FAN_OUT) -> 
         fan_out: no member has more children than this, unless there are too few uplinks for it.
     """
     n = len(uplinks_mbit)
-    uplinks = uplinks_mbit if any(uplinks_mbit) else [1.0] * n
+    uplinks = [up if up >= _MIN_MBIT else 0.0 for up in uplinks_mbit]
+    if not any(uplinks):
+        uplinks = [1.0] * n
     groups: list[list[int]] = [[] for _ in range(k)]
     lightest = [(0.0, at) for at in range(k)]
     for member in sorted(range(n), key=lambda at: -uplinks[at]):
@@ -203,7 +206,7 @@ def best_tree_count(
     """The number of trees with the smallest :func:`predicted_s`; the smaller of equal ones; 1 for nobody."""
     uplinks = [member.upload_mbit for member in members]
     downlinks = [member.download_mbit for member in members]
-    senders = sum(up > 0 for up in uplinks)
+    senders = sum(up >= _MIN_MBIT for up in uplinks)
     counts = [k for k in _TREE_COUNTS if k <= senders] or [1]
     # Stripes proper, where the limit on open transfers allows them.
     if senders <= MAX_FAN_OUT:
