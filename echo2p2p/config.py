@@ -143,7 +143,9 @@ class LearnerSettings(Section):
         3, description="S: no trained token comes from a policy more than this many versions old"
     )
     upload_mbit: Positive | None = Field(
-        None, description="uplink of the learner, Mbit/s, for the choice of the relay plan; empty: no limit"
+        None,
+        description="uplink of the learner, Mbit/s: decides the relay plan, and weights fill no more than 95 % of "
+        "it; empty: no limit",
     )
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="publish every κ steps; empty: max(1, S − 1)"
@@ -263,6 +265,12 @@ class WeightsSettings(Section):
         "this many times the tensor's RMS (at least the policy's median); 0: only NaN and Inf are refused",
     )
     change_floor: Positive = Field(1e-3, description="no tensor's RMS counts as less than this in max_change")
+    upload_limit_mbit: Positive | None = Field(
+        None, description="chunks and manifests leave this node no faster than this, Mbit/s; empty: no cap"
+    )
+    download_limit_mbit: Positive | None = Field(
+        None, description="this node asks for chunks no faster than this, Mbit/s; empty: no cap"
+    )
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
     from echo2p2p.rollout.engine import InferenceEngine
     from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.swarm.hivemind import HivemindNetwork
+    from echo2p2p.weights.exchange import ServerLimits
 
 SEED_POLICY = Path(__file__).parent / "seed_policy"
 ASSET_NAMES = (
@@ -57,6 +58,10 @@ ASSET_NAMES = (
     "vocab.json",
 )
 """The files of a policy folder that every worker needs, and gets from the learner, besides the weights."""
+
+LINE_SHARE = 0.95
+"""Of the learner's uplink, the part that weights may fill: with all of it, leases and verdicts wait in a queue of
+chunks in front of the line (at 20 Mbit/s about 0.4 s, with this about 0.02 s, in single runs on a shared machine)."""
 
 Joined = Callable[["HivemindNetwork"], None]
 
@@ -170,6 +175,7 @@ async def run_learner(
             max_patch_share=settings.weights.max_patch_share,
             patch_chain=settings.weights.patch_chain,
             upload_mbit=settings.learner.upload_mbit or math.inf,
+            server_limits=server_limits(settings, LINE_SHARE * (settings.learner.upload_mbit or math.inf)),
         )
         await publisher.start()
         state, journal = None, None
@@ -242,13 +248,21 @@ async def run_worker(
     await asyncio.to_thread(torch_device, settings.worker.device)
 
     from echo2p2p.rollout.worker import Worker
+    from echo2p2p.weights.lane import FetchLimits
     from echo2p2p.weights.subscriber import WeightSubscriber
 
     run_dir.write_settings(settings)
     async with join(settings, settings.swarm.identity_path or run_dir.identity, stop=stop) as network:
         store = DiskStore(run_dir.store, int(settings.weights.max_store_gib * 2**30))
         events = EventLog(run_dir.events, role="worker", peer=network.peer_id, clock=network.clock)
-        subscriber = WeightSubscriber(network, run, store, keep_versions=settings.weights.keep_versions)
+        subscriber = WeightSubscriber(
+            network,
+            run,
+            store,
+            keep_versions=settings.weights.keep_versions,
+            fetch_limits=FetchLimits(download_mbit=settings.weights.download_limit_mbit or math.inf),
+            server_limits=server_limits(settings),
+        )
         worker = Worker(
             network,
             run,
@@ -276,6 +290,13 @@ async def run_worker(
             events.close()
 
 
+def server_limits(settings: Settings, at_most_mbit: float = math.inf) -> ServerLimits:
+    """What a node with these settings gives others."""
+    from echo2p2p.weights.exchange import ServerLimits
+
+    return ServerLimits(upload_mbit=min(at_most_mbit, settings.weights.upload_limit_mbit or math.inf))
+
+
 def describe(settings: Settings) -> WorkerAdvert:
     """What a worker with these settings announces; what they leave open is taken from the machine."""
     from echo2p2p.rollout.inventory import look
@@ -287,8 +308,8 @@ def describe(settings: Settings) -> WorkerAdvert:
         gpu=worker.gpu or here.gpu,
         gpu_count=here.gpu_count,
         gpu_memory_gib=here.memory_gib,
-        upload_mbit=worker.upload_mbit,
-        download_mbit=worker.download_mbit,
+        upload_mbit=min(worker.upload_mbit, settings.weights.upload_limit_mbit or math.inf),
+        download_mbit=min(worker.download_mbit, settings.weights.download_limit_mbit or math.inf),
         price_per_hour=worker.price_per_hour,
         tokens_per_s=speed,
         version=-1,

@@ -205,6 +205,7 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
             network,
             directory.keys.learner_id,
             record.body.manifest_digest,
+            record.body.version,
             max_bytes=record.body.manifest_bytes,
             limits=DEFAULT_FETCH_LIMITS,
         )

@@ -40,6 +40,7 @@ from echo2p2p.errors import (
     VerificationError,
 )
 from echo2p2p.rollout.engine import Completion, InferenceEngine
+from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.rollout.trial import Arrived, Prompt, Trial
 from echo2p2p.swarm.directory import Directory
@@ -53,7 +54,6 @@ from echo2p2p.weights.subscriber import WeightSubscriber
 log = logging.getLogger("echo2p2p.worker")
 
 FETCH_RETRY_S = 2.0
-LOOK_TIMEOUT_S = 5.0
 FAILURES_TO_LEAVE = 16
 """Prompts given back in a row, none rolled out between them, after which the worker itself is at fault."""
 
@@ -86,7 +86,7 @@ class Worker:
         self._clock = network.clock
         self._settings = settings
         self._describe = describe
-        self._subscriber = subscriber
+        self._fetcher = VersionFetcher(network, subscriber, directory, rng)
         self._directory = directory
         self._build = build
         self._events = events
@@ -230,6 +230,7 @@ class Worker:
             self._head = record
             self._announced = self._clock.monotonic()
             self._new_head.set()
+            self._fetcher.newer()
 
     def on_lease(self, lease: Lease) -> None:
         expires_at = self._clock.monotonic() + lease.duration_s
@@ -263,7 +264,10 @@ class Worker:
             if record is None or record.version <= self._generating:
                 continue
             try:
-                fetched = await self._subscriber.fetch(record, announced=self._announced)
+                fetched = await self._fetcher.fetch(record, self._announced)
+                if fetched is None:
+                    self._events.emit("superseded", version=record.version)
+                    continue
                 self._found_room(record.version)
                 # What the learner signed is checked all the same: an engine that holds NaN rolls out nothing.
                 await self._clock.offload(partial(check_sound, fetched.snapshot))

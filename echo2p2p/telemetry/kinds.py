@@ -253,6 +253,11 @@ KINDS: Mapping[str, Kind] = {
         "a version that the learner signed is not fit to be installed; the one before serves on",
         {"version": "policy version", "reason": "which tensor, and what is wrong"},
     ),
+    "superseded": Kind(
+        "worker",
+        "a fetch was given up for a newer version",
+        {"version": "policy version that was not fetched to its end"},
+    ),
     "generated": Kind(
         "worker",
         "groups were generated",

@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from functools import partial
 
 from echo2p2p.errors import FingerprintMismatch, SwarmError, VerificationError
@@ -21,10 +22,12 @@ from echo2p2p.weights.lane import FetchLimits
 from echo2p2p.weights.manifest import Manifest
 from echo2p2p.weights.patch import apply_chain_in_place
 from echo2p2p.weights.path import Way
+from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.rebuild import read_snapshot
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.supersede import Arriving
 from echo2p2p.weights.timeline import Timeline
 
 log = logging.getLogger("echo2p2p.weights")
@@ -40,6 +43,8 @@ class Arrival:
         version: the digest of its signed manifest.
         buffer: long enough for all that ``way`` wants, and for the whole.
         way: from a base, if it has one, that is read from the store unless ``held`` is its snapshot.
+        cap: on what is asked for.
+        others: peers that are not members and may have the version.
 
     Attributes:
         patches: how many the version was made with; 0 if it came whole.
@@ -58,7 +63,9 @@ class Arrival:
         held: Snapshot | None,
         standing: Standing,
         limits: FetchLimits,
+        cap: TokenBucket,
         timeline: Timeline,
+        others: Collection[PeerId] = (),
     ) -> None:
         self._clock = network.clock
         self._store = store
@@ -77,8 +84,12 @@ class Arrival:
             buffer,
             standing=standing,
             limits=limits,
+            cap=cap,
             timeline=timeline,
+            others=others,
         )
+        self._fetching: Fetch | None = None
+        self._by_patches = way.base is not None
         self.patches = 0
         self.bytes_from_learner = 0
         self.bytes_from_peers = 0
@@ -107,6 +118,7 @@ class Arrival:
             else:
                 self.patches = self._way.patches
                 return snapshot
+        self._by_patches = False
         self._holding.expect(self._manifest.whole)
         await self._fetch(self._manifest.whole)
         snapshot = Snapshot(self._manifest.layout, self._view[: self._manifest.nbytes])
@@ -118,8 +130,20 @@ class Arrival:
             )
         return snapshot
 
+    @property
+    def progress(self) -> Arriving:
+        """What has come and what has not."""
+        manifest = self._manifest
+        fetch = self._fetching
+        return Arriving(
+            self._way.missing_bytes if fetch is None else fetch.missing_bytes,
+            manifest.whole_bytes,
+            manifest.patches[0].nbytes if manifest.patches else None,
+            by_patches=self._by_patches,
+        )
+
     async def _fetch(self, wanted: range) -> None:
-        fetch = self._new_fetch(wanted=wanted)
+        fetch = self._fetching = self._new_fetch(wanted=wanted)
         try:
             await fetch.run()
         finally:

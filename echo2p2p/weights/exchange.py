@@ -4,20 +4,24 @@ Guarantees:
 
 * Only verified bytes leave, and a chunk that a peer waits for leaves as soon as it is here.
 * Every stream is bounded: requests by size and number, waits and writes by deadlines, streams by peer.
+* Chunks and manifests leave no faster than the cap, first come, first served; who waits for its turn is told so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError
+from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.weights.holding import Holding, OutgoingLane, set_within
+from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.wire import (
     CHUNK_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -54,8 +58,17 @@ class ServerLimits:
     write_s: float = 30.0
     min_bytes_per_s: float = 16 * 1024
     """An asker that takes a chunk more slowly than this, beyond ``write_s``, loses its lane."""
+    upload_mbit: float = math.inf
+    """Chunks and manifests leave no faster than this, to all askers together."""
 
 
+_BURST_S = 0.05
+"""What leaves at once under a cap waits in front of the line, and other messages behind it."""
+_SLICE_BYTES = 16 * 1024
+_MAX_TURN_S = 2.0
+"""A chunk is sent within this, however low the cap: its asker waits for the rest of what has begun to come."""
+_INSTANT_S = 1e-6
+"""A wait that is shorter than this is rounding."""
 DEFAULT_SERVER_LIMITS = ServerLimits()
 
 
@@ -73,6 +86,7 @@ class ChunkServer:
         self._holdings: dict[str, Holding] = {}
         self._changed = asyncio.Event()
         self._streams: Counter[PeerId] = Counter()
+        self._cap = TokenBucket(limits.upload_mbit, network.clock.monotonic(), burst_s=_BURST_S)
         self.bytes_sent: dict[int, Counter[PeerId]] = {}
 
     async def start(self) -> None:
@@ -119,23 +133,39 @@ class ChunkServer:
             if not self._streams[peer]:
                 del self._streams[peer]
 
-    async def _holding(self, stream: Stream, digest: str) -> Holding | None:
-        """The version that ``stream`` asks for; the news of it may reach this peer later than the asker."""
+    async def _holding(self, stream: Stream, request: FirstRequest) -> Holding | None:
+        """The version that ``stream`` asks for; the news of it may reach this peer later than the asker.
+
+        For one older than what is served here nobody waits: it will not come any more.
+        """
+        digest = request.version
         deadline = self._clock.monotonic() + self._limits.unknown_version_s
         while digest not in self._holdings and self._clock.monotonic() < deadline:
+            if 0 <= request.number < self._newest():
+                break
             if not await set_within(self._changed, self._limits.heartbeat_s):
                 await self._reply(stream, Waiting())
         return self._holdings.get(digest)
 
+    def _newest(self) -> int:
+        return max((holding.manifest.version for holding in self._holdings.values()), default=-1)
+
     async def _serve_manifest(self, stream: Stream, request: GetManifest) -> None:
-        holding = await self._holding(stream, request.version)
+        holding = await self._holding(stream, request)
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
-        else:
-            await self._reply(stream, Body(len(holding.body)), holding.body)
+            return
+        turn = _Turn(self._cap, self._clock, len(holding.body))
+        try:
+            while (wait_s := turn.wait_s) > 0:
+                await asyncio.sleep(min(wait_s, self._limits.heartbeat_s))
+                await self._reply(stream, Waiting())
+            await self._reply(stream, Body(len(holding.body)), holding.body, turn)
+        finally:
+            turn.end()
 
     async def _serve_lane(self, stream: Stream, request: OpenLane) -> None:
-        holding = await self._holding(stream, request.version)
+        holding = await self._holding(stream, request)
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
             return
@@ -167,32 +197,105 @@ class ChunkServer:
 
     async def _send_chunks(self, stream: Stream, lane: OutgoingLane, holding: Holding) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
-        while True:
-            lane.wake.clear()
-            missing = lane.give_up(self._clock.monotonic() - self._limits.chunk_wait_s)
-            if missing:
-                await self._reply(stream, Missing(missing))
-            index = lane.next_ready()
-            if index is not None:
-                data = await holding.read(index)
-                if data is None:
-                    await self._reply(stream, Missing((index,)))
-                else:
-                    await self._reply(stream, Chunk(index, lane.n_ready), data)
-                    sent[stream.remote] += len(data)
-                # While this waits it must not hold a view of the whole buffer of a version.
-                del data
-            elif not await set_within(lane.wake, self._limits.heartbeat_s) and lane.waits:
-                await self._reply(stream, Waiting())
+        turn: _Turn | None = None
+        said_s = self._clock.monotonic()
+        try:
+            while True:
+                lane.wake.clear()
+                missing = lane.give_up(self._clock.monotonic() - self._limits.chunk_wait_s)
+                if missing:
+                    await self._reply(stream, Missing(missing))
+                    said_s = self._clock.monotonic()
+                index = lane.peek()
+                if index is not None and turn is None:
+                    start, end = holding.manifest.chunk_span(index)
+                    turn = _Turn(self._cap, self._clock, end - start)
+                elif index is None and turn is not None:
+                    # It came to the asker from elsewhere meanwhile.
+                    turn.end()
+                    turn = None
+                wait_s = self._limits.heartbeat_s if turn is None else turn.wait_s
+                if turn is not None and wait_s <= 0:
+                    await self._send_chunk(stream, lane, holding, turn, sent)
+                    turn.end()
+                    turn = None
+                    said_s = self._clock.monotonic()
+                    continue
+                await set_within(lane.wake, min(wait_s, self._limits.heartbeat_s))
+                # Also between frequent wakes: an asker that waits for its turn must not think this peer silent.
+                silent_s = self._clock.monotonic() - said_s
+                if silent_s >= self._limits.heartbeat_s and (lane.waits or turn is not None):
+                    await self._reply(stream, Waiting())
+                    said_s = self._clock.monotonic()
+        finally:
+            if turn is not None:
+                turn.end()
 
-    async def _reply(self, stream: Stream, message: Any, data: bytes | memoryview = b"") -> None:
+    async def _send_chunk(
+        self, stream: Stream, lane: OutgoingLane, holding: Holding, turn: _Turn, sent: Counter[PeerId]
+    ) -> None:
+        """Send what is next on ``lane``, if anything is, for this ``turn``."""
+        index = lane.next_ready()
+        if index is None:
+            return
+        data = await holding.read(index)
+        if data is None:
+            await self._reply(stream, Missing((index,)))
+            return
+        await self._reply(stream, Chunk(index, lane.n_ready), data, turn)
+        sent[stream.remote] += len(data)
+
+    async def _reply(
+        self, stream: Stream, message: Any, data: bytes | memoryview = b"", turn: _Turn | None = None
+    ) -> None:
         allowed_s = self._limits.write_s + len(data) / self._limits.min_bytes_per_s
         try:
             async with asyncio.timeout(allowed_s):
                 await send(stream, message)
-                if data:
-                    await stream.write(data)
+                if turn is not None:
+                    await turn.write(stream, data)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{stream.remote} did not take {len(data)} bytes in {allowed_s:.0f} s"
             ) from None
+
+
+class _Turn:
+    """A place in the queue for the cap: the time in which ``nbytes`` are to be sent, evenly.
+
+    It is a reservation, and is given back as far as it was not used.
+    """
+
+    def __init__(self, cap: TokenBucket, clock: Clock, nbytes: int) -> None:
+        self._cap = cap
+        self._clock = clock
+        self._unused = nbytes
+        self._ends_s = cap.reserve(nbytes, clock.monotonic())
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until it begins; 0 if it has."""
+        return self._until(self._unused)
+
+    async def write(self, stream: Stream, data: bytes | memoryview) -> None:
+        """Write ``data`` to ``stream`` as fast as the turn allows."""
+        if not self._cap.capped:
+            await stream.write(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), _SLICE_BYTES):
+            piece = view[start : start + _SLICE_BYTES]
+            self._unused -= len(piece)
+            # The last byte goes when the turn ends.
+            if (wait_s := self._until(self._unused)) > 0:
+                await asyncio.sleep(wait_s)
+            await stream.write(piece)
+
+    def _until(self, left: int) -> float:
+        """Seconds until ``left`` bytes of the turn are to be sent; 0 for a time that is past."""
+        wait_s = self._ends_s - min(_MAX_TURN_S, self._cap.seconds(left)) - self._clock.monotonic()
+        return wait_s if wait_s > _INSTANT_S else 0.0
+
+    def end(self) -> None:
+        self._cap.give_back(self._unused)
+        self._unused = 0

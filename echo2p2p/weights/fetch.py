@@ -12,7 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from echo2p2p.errors import (
@@ -27,6 +27,7 @@ from echo2p2p.swarm.network import Network
 from echo2p2p.weights.holding import Holding, set_within
 from echo2p2p.weights.lane import FetchLimits, Lane
 from echo2p2p.weights.plan import relay_plan
+from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
@@ -45,6 +46,8 @@ class Fetch:
 
     Args:
         wanted: the chunks to fetch; the others are left alone.
+        cap: on what is asked for.
+        others: peers that are not in the plan and may have the version; asked when nobody else has a chunk.
         timeline: is told of every arrival.
 
     Attributes:
@@ -62,7 +65,9 @@ class Fetch:
         wanted: range,
         standing: Standing,
         limits: FetchLimits,
+        cap: TokenBucket,
         timeline: Timeline,
+        others: Collection[PeerId] = (),
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -78,7 +83,9 @@ class Fetch:
         self._mean_chunk_bytes = max(1.0, nbytes / max(1, len(wanted)))
         self._standing = standing
         self._limits = limits
+        self._cap = cap
         self._timeline = timeline
+        self._others = others
         self._lanes: dict[PeerId, Lane] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         # Only indices, each once: the bytes wait in the buffer. None ends it.
@@ -152,7 +159,14 @@ class Fetch:
             have=(set(range(manifest.n_chunks)) - set(self._wanted)).union(here),
             suspects=self._standing.suspects(),
             banned=self._standing.banned,
+            others=self._others,
         )
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the wanted chunks, what is not here yet."""
+        spans = (self._manifest.chunk_span(index) for index in self._wanted if not self._holding.holds(index))
+        return sum(end - start for start, end in spans)
 
     # --- lanes ------------------------------------------------------------------------------------------
 
@@ -181,6 +195,7 @@ class Fetch:
                 self._version,
                 self._schedule,
                 self._limits,
+                self._cap,
                 streams=self._streams,
                 deliver=self._deliver,
                 rerouted=self._open_lanes,
@@ -272,7 +287,8 @@ class Fetch:
         left_behind = 2 * idle >= len(at_work) - 1 > 0
         for lane in at_work:
             load = self._schedule.load(lane.source)
-            if not load:
+            if not load or (self._cap.capped and not self._schedule.open_at(lane.source)):
+                # It has nothing to do, or the cap has not let it be asked for anything yet.
                 continue
             silent_s = now - lane.last_chunk_s
             per_s = lane.nbytes / max(1e-9, now - lane.started_s) / self._mean_chunk_bytes

@@ -11,7 +11,7 @@ element by about the learning rate, thousands of times less than the rule allows
 nothing else. Integers and booleans always pass, as do changes of tensors that the base does not have in the
 same shape.
 
-It works in blocks: some 20 MiB beside the two snapshots, however large they are.
+It works in blocks: some 60 MiB beside the two snapshots, however large they are.
 """
 
 from __future__ import annotations

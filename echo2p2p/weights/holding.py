@@ -135,6 +135,7 @@ class OutgoingLane:
         for index in indices:
             for place in (self._waiting, self._ready, self._missing):
                 place.pop(index, None)
+        self.wake.set()
 
     def arrived(self, index: int) -> None:
         if self._waiting.pop(index, None) is not None:
@@ -147,9 +148,13 @@ class OutgoingLane:
             self._missing[index] = None
         self.wake.set()
 
+    def peek(self) -> int | None:
+        """The next chunk to send."""
+        return next(iter(self._ready), None)
+
     def next_ready(self) -> int | None:
         """The next chunk to send; it is no longer wanted after this."""
-        index = next(iter(self._ready), None)
+        index = self.peek()
         if index is not None:
             del self._ready[index]
             self._wanted.discard(index)

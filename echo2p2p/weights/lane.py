@@ -4,11 +4,13 @@ Guarantees:
 
 * Nothing is handed on before it hashes to the digest that the signed manifest gives it.
 * Every wait has a deadline: a dial, a silent source, a chunk that trickles.
+* Chunks are asked for no faster than the cap, so that what was asked for can be read at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.weights.holding import set_within
 from echo2p2p.weights.manifest import Manifest, digest
+from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.wire import (
     CHUNK_PROTOCOL,
@@ -55,6 +58,7 @@ class FetchLimits:
         tick_s: how often slow lanes are looked for.
         slow_s: a lane is slow only if it would need longer than this for the rest.
         backlog_s: and only if its source has had more ready for it than it can send in this time.
+        download_mbit: chunks are asked for no faster than this, from all sources together.
     """
 
     dial_s: float = 10.0
@@ -70,6 +74,7 @@ class FetchLimits:
     tick_s: float = 0.5
     slow_s: float = 2.0
     backlog_s: float = 0.75
+    download_mbit: float = math.inf
 
 
 DEFAULT_FETCH_LIMITS = FetchLimits()
@@ -79,6 +84,7 @@ class Lane:
     """All that one source is asked for, over a few streams that share it: one alone is held up by long round trips.
 
     Args:
+        cap: on what this peer asks for, the same for all its lanes.
         streams: how many.
         deliver: called with source, index and verified bytes of every chunk; says whether it was needed.
         rerouted: called when chunks have been turned over to other sources.
@@ -95,6 +101,7 @@ class Lane:
         version: str,
         schedule: Schedule,
         limits: FetchLimits,
+        cap: TokenBucket,
         *,
         streams: int,
         deliver: Callable[[PeerId, int, bytes], bool],
@@ -110,6 +117,7 @@ class Lane:
         self._deliver = deliver
         self._rerouted = rerouted
         self._limits = limits
+        self._cap = cap
         window = limits.window_bytes // manifest.chunk_bytes // streams
         self._window = max(2, min(MAX_WANTS // 2, window))
         self._strands = [_Strand() for _ in range(streams)]
@@ -149,14 +157,14 @@ class Lane:
 
     async def _run(self, strand: _Strand) -> None:
         async with _opened(self._network, self.source, self._limits) as stream:
-            await send(stream, OpenLane(self._version))
+            await send(stream, OpenLane(self._version, self._manifest.version))
             self.started_s = self.last_chunk_s = self._network.clock.monotonic()
             while True:
                 strand.wake.clear()
                 await self._ask(strand, stream)
                 if strand.open:
                     await self._take(strand, stream)
-                elif not await set_within(strand.wake, self._limits.idle_s):
+                elif not await self._rest(strand):
                     # What comes later is shared among those that are left.
                     self._strands.remove(strand)
                     return
@@ -172,9 +180,42 @@ class Lane:
                 self.last_chunk_s = self._network.clock.monotonic()
             # The streams share what there is, so that the chunks come in about the order in which they are planned.
             fair = -(-self._schedule.load(self.source) // len(self._strands)) - len(strand.open)
-            for wait, chunks in self._schedule.take(self.source, max(0, min(room, fair))).items():
+            for wait, chunks in self._next(max(0, min(room, fair))).items():
                 strand.open.update(chunks)
                 await send(stream, Want(tuple(chunks), wait))
+
+    def _next(self, limit: int) -> dict[bool, list[int]]:
+        """Up to ``limit`` chunks to ask for, as many as the cap lets this peer ask for now; by whether to wait."""
+        if not self._cap.capped:
+            return self._schedule.take(self.source, limit)
+        asked: dict[bool, list[int]] = {}
+        for _ in range(limit):
+            now = self._network.clock.monotonic()
+            if self._cap.missing_s(self._manifest.chunk_bytes, now) > 0:
+                break
+            for wait, chunks in self._schedule.take(self.source, 1).items():
+                asked.setdefault(wait, []).extend(chunks)
+                spans = (self._manifest.chunk_span(at) for at in chunks)
+                self._cap.reserve(sum(end - start for start, end in spans), now)
+        return asked
+
+    async def _rest(self, strand: _Strand) -> bool:
+        """Nothing is open: wait for work, or until the cap lets this peer ask for it; False after ``idle_s``.
+
+        A wait of that length for the cap ends the lane too: the source would not keep it open for ever.
+        """
+        clock = self._network.clock
+        until = clock.monotonic() + self._limits.idle_s
+        while (left_s := until - clock.monotonic()) > 0:
+            if self._schedule.load(self.source) > self._schedule.open_at(self.source):
+                missing_s = self._cap.missing_s(self._manifest.chunk_bytes, clock.monotonic())
+                if missing_s <= 0:
+                    return True
+                await asyncio.sleep(min(missing_s, left_s))
+                strand.wake.clear()
+            elif await set_within(strand.wake, left_s):
+                return True
+        return False
 
     async def _take(self, strand: _Strand, stream: Stream) -> None:
         reply: LaneReply = await receive(
@@ -217,16 +258,16 @@ class _Strand:
 
 
 async def get_manifest(
-    network: Network, source: PeerId, version: str, *, max_bytes: int, limits: FetchLimits
+    network: Network, source: PeerId, version: str, number: int, *, max_bytes: int, limits: FetchLimits
 ) -> bytes:
-    """Ask ``source`` for the signed manifest whose digest is ``version``.
+    """Ask ``source`` for the signed manifest of version ``number``, whose digest is ``version``.
 
     Raises:
         ManifestError: what came does not hash to that.
         PeerUnreachable, DeadlineExceeded, ProtocolError: the stream broke, stalled, or was refused.
     """
     async with _opened(network, source, limits) as stream:
-        await send(stream, GetManifest(version))
+        await send(stream, GetManifest(version, number))
         reply = await _manifest_reply(stream, limits)
         if reply.nbytes > max_bytes:
             raise ProtocolError(

@@ -35,6 +35,7 @@ class Schedule:
         have: chunks that are here already.
         suspects: sources that failed lately; asked only after the others.
         banned: sources that are never asked.
+        others: peers outside the plan that may have chunks; asked when everybody else has been.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class Schedule:
         have: Collection[int] = (),
         suspects: Collection[PeerId] = (),
         banned: Collection[PeerId] = (),
+        others: Collection[PeerId] = (),
     ) -> None:
         self._plan = plan
         self._me = me
         self._learner = learner
         self._suspects = frozenset(suspects)
         self._gone = set(banned)
+        known = {me, learner, *plan.relays}
+        self._others = [peer for peer in dict.fromkeys(others) if peer not in known]
         self._failures: Counter[PeerId] = Counter()
         self._missing = set(range(n_chunks)) - set(have)
         self._queues: dict[PeerId, deque[tuple[int, bool]]] = defaultdict(deque)
@@ -246,3 +250,4 @@ class Schedule:
         yield from ((source, True) for source in ahead if source in self._suspects)
         yield from ((source, True) for source in behind[len(guesses) :])
         yield from ((source, True) for source in guesses)
+        yield from ((source, False) for source in self._others)

@@ -9,27 +9,36 @@ Guarantees:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo2p2p.errors import ManifestError, OutOfDisk, PeerUnreachable, SwarmError
+from echo2p2p.errors import ManifestError, OutOfDisk, PeerUnreachable
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import Keys, ManifestRecord
 from echo2p2p.weights.arrival import Arrival
 from echo2p2p.weights.exchange import DEFAULT_SERVER_LIMITS, ChunkServer, ServerLimits
+from echo2p2p.weights.finding import find, order
 from echo2p2p.weights.holding import Holding, restore
 from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, FetchLimits, get_manifest
-from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
+from echo2p2p.weights.manifest import (
+    DEFAULT_LIMITS,
+    Manifest,
+    ManifestLimits,
+    ManifestVerifier,
+    Member,
+    digest,
+)
 from echo2p2p.weights.path import Way, cheapest_way
+from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.rebuild import is_whole
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.supersede import Arriving
 from echo2p2p.weights.timeline import Timeline
 
-_ROUNDS = 2
-"""Times that everybody is asked for a manifest."""
 _PATIENCE_S = 60.0
 """How long the version before is kept on a disk that has no room for the next one."""
 
@@ -85,7 +94,10 @@ class WeightSubscriber:
         self._verifier = ManifestVerifier(run, limits)
         self._server = ChunkServer(network, server_limits)
         self._standing = Standing(self._learner)
-        self._members: tuple[PeerId, ...] = ()
+        self._cap = TokenBucket(fetch_limits.download_mbit, self._clock.monotonic())
+        self._members: tuple[Member, ...] = ()
+        self._arrival: Arrival | None = None
+        self._noting = threading.Lock()
         self._newest: Fetched | None = None
         self._stored: dict[int, Manifest] = {}
         self._full_since: float | None = None
@@ -102,12 +114,19 @@ class WeightSubscriber:
         for name, holding in held.items():
             self._server.serve(name, holding)
             self._stored[holding.manifest.version] = holding.manifest
+        if self._stored:
+            self._members = self._stored[max(self._stored)].members
         await self._server.start()
 
     @property
     def newest_seen(self) -> int:
         """The newest version whose manifest was believed; −1 if none was."""
         return self._verifier.trusted.version
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """How far the version is that is being fetched; None while there is none, or its manifest is not here."""
+        return self._arrival.progress if self._arrival is not None else None
 
     @property
     def banned(self) -> dict[PeerId, str]:
@@ -128,7 +147,7 @@ class WeightSubscriber:
 
         Args:
             record: the learner's, checked (:func:`echo2p2p.swarm.records.check`).
-            peers: who else may have the manifest if the learner is not to be reached.
+            peers: who else may have the version if neither the learner nor its members are to be reached.
             announced: when the version was announced here (monotonic seconds), if that was not just now.
 
         Raises:
@@ -140,15 +159,15 @@ class WeightSubscriber:
         started = self._clock.monotonic()
         timeline = Timeline(self._clock, self._learner, started if announced is None else announced)
         self._standing.forgive()
+        peers = tuple(peers)
         body = await self._manifest_body(record, peers)
         manifest = self._verifier.accept(body, record.manifest_digest)
-        await self._clock.offload(lambda: self._take_note(manifest, body))
-        self._members = tuple(member.peer for member in manifest.members)
+        self._members = manifest.members
         for member in manifest.members:
             self._network.know(member.peer, member.addresses)
 
         version = record.manifest_digest
-        way, here = await self._clock.offload(lambda: self._way(manifest))
+        way, here = await self._clock.offload(lambda: self._take_note(manifest, body))
         in_patches = sum(patch.nbytes for patch in manifest.patches[: way.patches])
         buffer = bytearray(manifest.whole_bytes + in_patches)
         holding = Holding(manifest, body, self._store, self._clock, here=here, buffer=buffer)
@@ -164,11 +183,15 @@ class WeightSubscriber:
             self._held(way),
             self._standing,
             self._fetch_limits,
+            self._cap,
             timeline,
+            peers,
         )
+        self._arrival = arrival
         try:
             snapshot = await arrival.run()
         except BaseException as error:
+            self._arrival = None
             self._server.drop(version)
             if isinstance(error, OutOfDisk):
                 await self._clock.offload(self._drop_old)
@@ -191,6 +214,7 @@ class WeightSubscriber:
         self._stored[manifest.version] = manifest
         for old in sorted(self._stored)[: -self._keep_versions]:
             del self._stored[old]
+        self._arrival = None
         return self._newest
 
     def _way(self, manifest: Manifest) -> tuple[Way, list[int]]:
@@ -210,25 +234,32 @@ class WeightSubscriber:
         newest = self._newest
         return newest.snapshot if newest is not None and newest.manifest == way.base else None
 
-    def _take_note(self, manifest: Manifest, body: bytes) -> None:
-        """Remember and pin a version, and see that there is room for it before a byte of it is asked for."""
-        try:
-            self._store.remember(self._verifier.trusted)
-            self._store.pin(manifest.version, body, manifest.digests())
-        except OutOfDisk:
-            self._drop_old()
-            raise
-        store, whole = self._store, manifest.whole
-        spans = (manifest.chunk_span(at) for at in whole if not store.has(manifest.chunk_digest(at)))
-        needed = sum(end - start for start, end in spans)
-        if needed > store.room():
-            self._drop_old()
-        if needed > store.room():
-            raise OutOfDisk(
-                f"version {manifest.version} needs {needed} bytes more than are here, there is room for "
-                f"{max(0, store.room())}",
-                hint="free some disk space, or raise weights.max_store_gib",
-            )
+    def _take_note(self, manifest: Manifest, body: bytes) -> tuple[Way, list[int]]:
+        """Remember and pin a version, choose the way to it, and see to room before a byte of it is asked for."""
+        # A fetch that is given up may leave this running: what it writes must not come after what the next one does.
+        with self._noting:
+            try:
+                self._store.remember(self._verifier.trusted)
+                self._store.pin(manifest.version, body, manifest.digests())
+            except OutOfDisk:
+                self._drop_old()
+                raise
+            way, here = self._way(manifest)
+            store, whole = self._store, manifest.whole
+            spans = (manifest.chunk_span(at) for at in whole if not store.has(manifest.chunk_digest(at)))
+            needed = sum(end - start for start, end in spans)
+            if way.base is not None:
+                # What the patches make of the base is kept as well, in the chunks of the whole.
+                needed += way.missing_bytes
+            if needed > store.room():
+                self._drop_old()
+            if needed > store.room():
+                raise OutOfDisk(
+                    f"version {manifest.version} needs {needed} bytes more than are here, there is room for "
+                    f"{max(0, store.room())}",
+                    hint="free some disk space, or raise weights.max_store_gib",
+                )
+            return way, here
 
     def _drop_old(self) -> None:
         """Make room: all but the arriving version and the one before go, and after a while that one too.
@@ -251,27 +282,29 @@ class WeightSubscriber:
                 f"version {record.version} has a manifest of {record.manifest_bytes} bytes, "
                 f"{self._limits.max_manifest_bytes} are allowed"
             )
-        sources = list(dict.fromkeys([self._learner, *peers, *self._members]))
-        failures = []
-        for source in sources * _ROUNDS:
-            if source in self._standing.banned or source == self._network.peer_id:
-                continue
+
+        async def ask(source: PeerId) -> bytes:
             try:
                 return await get_manifest(
                     self._network,
                     source,
                     record.manifest_digest,
+                    record.version,
                     max_bytes=record.manifest_bytes,
                     limits=self._fetch_limits,
                 )
             except ManifestError as error:
                 self._standing.lied(source, error.message)
-                failures.append(error.message)
-            except SwarmError as error:
-                failures.append(error.message)
-        raise PeerUnreachable(
-            f"the manifest of version {record.version} was not to be had: {'; '.join(failures)}"
-        )
+                raise
+
+        asks = order(self._members, self._network.peer_id, self._learner, record.manifest_bytes, peers)
+        asks = [each for each in asks if each.source not in self._standing.banned]
+        try:
+            return await find(ask, asks, self._clock)
+        except PeerUnreachable as error:
+            raise PeerUnreachable(
+                f"the manifest of version {record.version} was not to be had: {error.message}"
+            ) from None
 
 
 def _assets(manifest: Manifest, buffer: bytearray) -> dict[str, bytes]:

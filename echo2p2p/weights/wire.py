@@ -25,18 +25,21 @@ MAX_MESSAGE_BYTES = 16 * 1024
 
 Indices = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**24)], ...], Meta(max_length=MAX_WANTS)]
 ManifestDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+VersionNumber = Annotated[int, Meta(ge=-1, lt=2**62)]
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag="get"):
-    """Asks for a signed manifest, by its digest."""
+    """Asks for a signed manifest, by its digest. ``number`` is its version, −1 where that is not known."""
 
     version: ManifestDigest
+    number: VersionNumber = -1
 
 
 class OpenLane(msgspec.Struct, frozen=True, tag="lane"):
-    """Opens a lane for the chunks of one version."""
+    """Opens a lane for the chunks of one version; ``number`` as in :class:`GetManifest`."""
 
     version: ManifestDigest
+    number: VersionNumber = -1
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
@@ -72,11 +75,11 @@ class Missing(msgspec.Struct, frozen=True, tag="missing"):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """Alive; nothing of what was asked for has arrived here yet."""
+    """Alive; nothing of what was asked for has arrived here yet, or others have their turn before it."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The source serves no such version, or serves too many streams already."""
+    """The source serves no such version, or only newer ones, or too many streams already."""
 
     reason: Annotated[str, Meta(max_length=256)]
 

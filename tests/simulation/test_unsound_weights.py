@@ -122,7 +122,9 @@ def test_a_forced_publication_of_nan_is_loaded_by_no_worker(tmp_path, monkeypatc
                 working.append(asyncio.ensure_future(worker.run()))
             await asyncio.sleep(300)
             versions = {worker.version for worker in run.workers.values()}
-            refused = all(worker._subscriber.newest_seen > worker.version for worker in run.workers.values())
+            refused = all(
+                worker._fetcher._subscriber.newest_seen > worker.version for worker in run.workers.values()
+            )
             learner.stop()
             await life
             for worker in run.workers.values():
@@ -205,7 +207,7 @@ def test_a_worker_on_a_full_disk_keeps_its_version_and_goes_on_within_ten_second
             worker, _ = await run.start_worker(WorkerModel(0.3, 600), 0)
             working = asyncio.ensure_future(worker.run())
             await asyncio.sleep(100)
-            store = worker._subscriber._store
+            store = worker._fetcher._subscriber._store
             store.full = True
             await asyncio.sleep(50)
             held = worker.version

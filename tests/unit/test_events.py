@@ -242,6 +242,7 @@ def test_the_table_of_kinds():
         "session",
         "state",
         "step",
+        "superseded",
         "verdicts",
         "version_refused",
         "withheld",

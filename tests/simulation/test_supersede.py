@@ -1,0 +1,45 @@
+"""Versions published faster than they can be fetched: workers turn to newer ones, and still install."""
+
+from test_simulated_swarm import settings_for
+
+from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
+from echo2p2p.swarm.memory import MemorySwarm
+from echo2p2p.swarm.virtual_time import run_virtual
+from echo2p2p.telemetry.events import EventLog, read_events
+
+DURATION_S = 200
+
+
+def test_with_publications_faster_than_fetches_every_worker_installs_again_and_again(tmp_path):
+    settings = settings_for("learner.staleness=200", "learner.kappa=1", "learner.min_workers=3")
+
+    async def main():
+        async with MemorySwarm(seed=1, default_delay_s=0.02) as swarm:
+            # A step takes 3 s, and 512 KiB through a downlink of 0.9 Mbit/s 4.7 s.
+            run = SimulatedRun(swarm, settings, t_train_s=3, snapshot_bytes=2**19, install_s=0.1)
+            pool = [WorkerModel(0.3, 400, download_mbit=0.9) for _ in range(3)]
+            start_worker, logs = run.start_worker, []
+
+            async def logged(model, number):
+                worker, network = await start_worker(model, number)
+                path = tmp_path / f"{number}.jsonl"
+                logs.append(EventLog(path, role="worker", peer=network.peer_id, clock=network.clock))
+                worker._events = logs[-1]
+                return worker, network
+
+            run.start_worker = logged
+            await simulate(run, pool, duration_s=DURATION_S)
+            for log in logs:
+                log.close()
+
+    run_virtual(main)
+    for number in range(3):
+        events = list(read_events(tmp_path / f"{number}.jsonl"))
+        installed = [event["version"] for event in events if event["event"] == "installed"]
+        given_up = [event["version"] for event in events if event["event"] == "superseded"]
+        assert given_up
+        assert installed == sorted(set(installed))
+        # At worst one fetch in two is given up, after 3 s.
+        assert len(installed) >= DURATION_S / 20
+        assert len(given_up) <= len(installed) + 1
+        assert not set(given_up) & set(installed)
