@@ -18,14 +18,14 @@ from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
-from echo2p2p.errors import BudgetSpent, OutOfDisk, SettingsError, SwarmError
+from echo2p2p.errors import BudgetSpent, OutOfDisk, SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.publication import Publication
 from echo2p2p.learning.recovery import Recovery
-from echo2p2p.learning.replay import Entry
+from echo2p2p.learning.replay import Entry, staleness_histogram
 from echo2p2p.learning.sessions import Session, WorkSessions
 from echo2p2p.learning.state import Capture, LearnerState, Trainer
 from echo2p2p.learning.status import (
@@ -118,16 +118,7 @@ class Learner:
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
         self._task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
-        if self._state.run not in ("", run):
-            raise SettingsError(
-                f"the checkpoint belongs to the run {self._state.run}, not to {run}",
-                hint="give the learner the name and the identity that the run was started with",
-            )
-        if self._state.task not in (None, self._task):
-            raise SettingsError(
-                f"the checkpoint belongs to another task: {self._state.task}, the settings say {self._task}",
-                hint="resume with the task that the run was started with, or start a new run",
-            )
+        self._state.check(run, self._task)
         self._rates: dict[PeerId, RateEstimator] = {}
         self._sessions = WorkSessions(
             network,
@@ -506,12 +497,3 @@ class Learner:
         session.tell(Activate())
         self._publication.announce(session)
         self._dispatcher.top_up()
-
-
-def staleness_histogram(batch: list[Entry], learner_version: int) -> Counter[int]:
-    """Completion tokens by staleness Δ = v_t − v; a sample counts with its oldest token."""
-    histogram: Counter[int] = Counter()
-    for entry in batch:
-        for sample in entry.group.samples:
-            histogram[learner_version - sample.version_min] += len(sample.completion)
-    return histogram

@@ -11,7 +11,7 @@ sampled staleness lower while throwing paid-for work away.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from echo2p2p.data.trajectory import Group
@@ -78,3 +78,12 @@ class ReplayBuffer:
             if not entries:
                 del self._by_version[version]
         return taken
+
+
+def staleness_histogram(batch: list[Entry], learner_version: int) -> Counter[int]:
+    """Completion tokens by staleness Δ = v_t − v; a sample counts with its oldest token."""
+    histogram: Counter[int] = Counter()
+    for entry in batch:
+        for sample in entry.group.samples:
+            histogram[learner_version - sample.version_min] += len(sample.completion)
+    return histogram

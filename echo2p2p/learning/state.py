@@ -11,6 +11,7 @@ import msgspec
 
 from echo2p2p.data.trajectory import Group
 from echo2p2p.data.work import TaskSpec
+from echo2p2p.errors import SettingsError
 from echo2p2p.weights.snapshot import Snapshot
 
 log = logging.getLogger("echo2p2p.learner")
@@ -59,6 +60,19 @@ class LearnerState(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
     task: TaskSpec | None = None
     run: str = ""
+
+    def check(self, run: str, task: TaskSpec) -> None:
+        """Raises SettingsError if this is not a state of ``run`` with ``task``."""
+        if self.run not in ("", run):
+            raise SettingsError(
+                f"the checkpoint belongs to the run {self.run}, not to {run}",
+                hint="give the learner the name and the identity that the run was started with",
+            )
+        if self.task not in (None, task):
+            raise SettingsError(
+                f"the checkpoint belongs to another task: {self.task}, the settings say {task}",
+                hint="resume with the task that the run was started with, or start a new run",
+            )
 
 
 def roll_forward(state: LearnerState, newest_published: int) -> LearnerState:

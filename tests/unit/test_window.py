@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.learning.learner import staleness_histogram
-from echo2p2p.learning.replay import Entry, ReplayBuffer
+from echo2p2p.learning.replay import Entry, ReplayBuffer, staleness_histogram
 
 
 def group(index, versions):

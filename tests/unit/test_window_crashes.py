@@ -12,8 +12,8 @@ from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.data.work import Lease, Submit, Verdict
 from echo2p2p.learning.dispatcher import LEFT_THE_WINDOW, Dispatcher
 from echo2p2p.learning.journal import Journal
-from echo2p2p.learning.learner import staleness_histogram
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
+from echo2p2p.learning.replay import staleness_histogram
 from echo2p2p.learning.sessions import Session
 from echo2p2p.simulation.engine import ModelledScorer
 
