@@ -24,6 +24,7 @@ from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
 from echo2p2p.learning.state import Capture, Trainer
+from echo2p2p.learning.suspicion import Suspicion
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.records import ManifestRecord
@@ -111,6 +112,7 @@ class Publication:
         self._good: Snapshot | None = None
         self._broadcasts: dict[int, Broadcast] = {}
         self._fingerprints: dict[int, str] = {}
+        self._suspicion = Suspicion()
         self.chunk_bytes: Counter[str] = Counter()
 
     async def check(self, snapshot: Snapshot) -> Passed:
@@ -135,8 +137,15 @@ class Publication:
         await self._save(capture)
         self.log_relayed()
         active = self._provisioner.active
+        leaves = self._suspicion.leaves([session.peer for session in active])
         members = [
-            Member(s.peer, s.advert.upload_mbit, s.advert.addresses, s.advert.download_mbit) for s in active
+            Member(
+                s.peer,
+                0.0 if s.peer in leaves else s.advert.upload_mbit,
+                s.advert.addresses,
+                s.advert.download_mbit,
+            )
+            for s in active
         ]
         published = await self._with_room(
             version, lambda: self._publisher.publish(capture.snapshot, version, members, self._assets)
@@ -238,6 +247,8 @@ class Publication:
             )
             return False
         session.prove(message.version)
+        if self._suspicion.heard(session.peer, message.liars):
+            log.warning("worker %s was sent wrong bytes by %s", session.peer, ", ".join(message.liars))
         broadcast = self._broadcasts.get(message.version)
         report = msgspec.structs.asdict(message)
         del report["sources"]  # n of them from each of n workers: summed up in `relayed`

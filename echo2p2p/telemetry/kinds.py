@@ -132,6 +132,7 @@ KINDS: Mapping[str, Kind] = {
             "after_s": "since the start of the publication",
             "arrivals": "list of [milliseconds since the announcement reached the worker, chunk bytes from the "
             "learner by then, chunk bytes from other workers by then]; 8 to 64 of them",
+            "liars": "peers that the worker has banned for wrong bytes, as it says",
         },
     ),
     "relayed": Kind(

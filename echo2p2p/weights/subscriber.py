@@ -49,6 +49,7 @@ class Fetched:
 
     ``bytes_from_*`` count chunk bytes over the network, ``timeline`` says when they came and from whom;
     ``fetch_s`` runs from the call to the verified whole. ``patches``: how many it was made with; 0 if it came whole.
+    ``banned``: all that were caught lying until then.
     """
 
     manifest: Manifest
@@ -59,6 +60,7 @@ class Fetched:
     fetch_s: float
     patches: int
     timeline: Timeline
+    banned: tuple[PeerId, ...]
 
 
 class WeightSubscriber:
@@ -210,6 +212,7 @@ class WeightSubscriber:
             fetch_s,
             arrival.patches,
             timeline,
+            tuple(self._standing.banned),
         )
         self._stored[manifest.version] = manifest
         for old in sorted(self._stored)[: -self._keep_versions]:

@@ -1,0 +1,58 @@
+"""A member that sends wrong bytes loses its place in the plans that follow, and nothing else."""
+
+import asyncio
+
+from echo2p2p.config import load
+from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
+from echo2p2p.swarm.memory import MemorySwarm
+from echo2p2p.swarm.virtual_time import run_virtual
+from echo2p2p.telemetry.events import read_events
+
+
+def test_who_was_caught_lying_relays_nothing_of_the_next_versions(tmp_path):
+    settings = load(
+        overrides=[
+            "learner.prompts_per_step=8",
+            "learner.samples_per_prompt=4",
+            "learner.max_new_tokens=400",
+            "learner.steps=16",
+            "learner.min_workers=6",
+            "weights.chunk_kib=16",
+            "provisioning.gamma=3",
+        ]
+    )
+
+    async def main():
+        async with MemorySwarm(seed=1, default_delay_s=0.02) as swarm:
+            run = SimulatedRun(swarm, settings, t_train_s=10, events=tmp_path / "events.jsonl")
+            learner, _ = await run.start_learner()
+            started = [await run.start_worker(WorkerModel(0.3, 100), number) for number in range(6)]
+            networks = [network for _, network in started]
+            liar = networks[2]
+            for other in networks:
+                if other is not liar:
+                    swarm.corrupt(liar, other, every=1, min_bytes=4096)
+            async with asyncio.TaskGroup() as tasks:
+                for worker, _ in started:
+                    tasks.create_task(worker.run())
+                async with asyncio.timeout(3600):
+                    await learner.run()
+                for worker, _ in started:
+                    worker.stop()
+            return liar.peer_id, [network.peer_id for network in networks]
+
+    liar, everybody = run_virtual(main)
+    events = list(read_events(tmp_path / "events.jsonl"))
+    ready = [event for event in events if event["event"] == "ready"]
+    named = {peer for event in ready for peer in event["liars"]}
+    assert named == {liar}
+    first = min(event["version"] for event in ready if event["liars"])
+    # The version after it may have been under way already.
+    later = [e for e in events if e["event"] == "relayed" and e["version"] > first + 1 and e["reports"]]
+    assert later
+    assert all(event["sent"].get(liar, 0) == 0 for event in later)
+    assert sum(sum(event["sent"].values()) for event in later) > 0
+    # It still gets every version itself.
+    newest = max(event["version"] for event in ready)
+    assert {event["worker"] for event in ready if event["version"] == newest} <= set(everybody)
+    assert any(event["worker"] == liar and event["version"] > first + 1 for event in ready)
