@@ -46,6 +46,7 @@ class ServerLimits:
     """
 
     max_streams: int = 2048
+    """Half of them for peers that are members of no version that is served."""
     max_streams_per_peer: int = 32
     """Several times what one fetch opens, for those of the fetch before may still be closing."""
     first_request_s: float = 5.0
@@ -84,6 +85,7 @@ class ChunkServer:
         self._network = network
         self._limits = limits
         self._holdings: dict[str, Holding] = {}
+        self._members: frozenset[PeerId] = frozenset()
         self._changed = asyncio.Event()
         self._streams: Counter[PeerId] = Counter()
         self._cap = TokenBucket(limits.upload_mbit, network.clock.monotonic(), burst_s=_BURST_S)
@@ -95,6 +97,7 @@ class ChunkServer:
     def serve(self, digest: str, holding: Holding) -> None:
         """Answer for a version, by the digest of its signed manifest. Replaces what was served under it."""
         self._holdings[digest] = holding
+        self._members = self._relaying()
         self.bytes_sent.setdefault(holding.manifest.version, Counter())
         self._changed.set()
         self._changed = asyncio.Event()
@@ -104,6 +107,7 @@ class ChunkServer:
         holding = self._holdings.pop(digest, None)
         if holding is not None:
             holding.expect(range(0))
+            self._members = self._relaying()
 
     def keep_newest(self, count: int) -> None:
         """Drop all but the newest ``count`` versions, and their counters."""
@@ -112,11 +116,16 @@ class ChunkServer:
             self.drop(digest)
             self.bytes_sent.pop(holding.manifest.version, None)
 
+    def _relaying(self) -> frozenset[PeerId]:
+        return frozenset(
+            member.peer for holding in self._holdings.values() for member in holding.manifest.members
+        )
+
     async def _serve(self, stream: Stream) -> None:
         peer = stream.remote
-        if self._streams[peer] >= self._limits.max_streams_per_peer or (
-            self._streams.total() >= self._limits.max_streams
-        ):
+        # Identities cost nothing: however many strangers there are, half of the streams is left to the members.
+        allowed = self._limits.max_streams // (1 if peer in self._members else 2)
+        if self._streams[peer] >= self._limits.max_streams_per_peer or self._streams.total() >= allowed:
             await self._reply(stream, Refused("too many streams"))
             return
         self._streams[peer] += 1

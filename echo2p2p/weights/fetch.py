@@ -37,6 +37,8 @@ _STORE_BATCH = 32
 _STREAMS = 8
 """To all sources together: a stream's window in flight (256 KiB in libp2p) is all that one round trip brings."""
 _MAX_STREAMS_PER_SOURCE = 4
+_RESCUED = 8
+"""Chunks that the learner is asked for when next to nothing came; twice as many the next time."""
 _NAMED = 5
 """Chunks and sources that an error names before it only counts."""
 
@@ -261,7 +263,8 @@ class Fetch:
 
     async def _watch(self) -> None:
         """Return when every chunk is here; meanwhile relieve slow lanes, and fail when nothing can come."""
-        started_s = self._clock.monotonic()
+        started_s = seen_s = rescued_s = self._clock.monotonic()
+        seen_bytes, n_rescued = self.missing_bytes, _RESCUED
         while not self._schedule.done:
             await set_within(self._all_here, self._limits.tick_s)
             if self._schedule.unobtainable:
@@ -274,7 +277,20 @@ class Fetch:
             self._schedule.next_round()
             for lane, keep in self._slow_lanes(now, now - started_s):
                 self._schedule.relieve(lane.source, keep)
+            silent = now - max(self._last_chunk_s, rescued_s) > self._limits.rescue_s
+            if silent or now - seen_s > self._limits.rescue_s:
+                missing_bytes = self.missing_bytes
+                if silent or self._is_little(seen_bytes - missing_bytes):
+                    self._schedule.rescue(n_rescued)
+                    n_rescued *= 2
+                    rescued_s = now
+                seen_s, seen_bytes = now, missing_bytes
             self._open_lanes()
+
+    def _is_little(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` in ``rescue_s`` are so few that those who sent them are not to be relied on."""
+        enough = self._limits.min_bytes_per_s * self._limits.rescue_s
+        return nbytes < enough and self._cap.seconds(int(enough)) < self._limits.rescue_s / 2
 
     def _slow_lanes(self, now: float, elapsed_s: float) -> Iterator[tuple[Lane, int]]:
         """Lanes whose chunks others should be asked for too, with how many chunks each may keep to itself.

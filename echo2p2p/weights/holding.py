@@ -131,8 +131,8 @@ class OutgoingLane:
         self.wake.set()
 
     def cancel(self, indices: Iterable[int]) -> None:
-        self._wanted.difference_update(indices)
-        for index in indices:
+        for index in self._wanted.intersection(indices):
+            self._wanted.discard(index)
             for place in (self._waiting, self._ready, self._missing):
                 place.pop(index, None)
         self.wake.set()

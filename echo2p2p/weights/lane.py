@@ -50,6 +50,8 @@ class FetchLimits:
         manifest_s: until a source that may itself wait for a manifest begins to send it.
         stall_s: silence after which a source that owes an answer counts as stalled.
         patience_s: others are asked too for what a source has not sent for so long while they did send.
+        rescue_s: if all sources together sent less than ``min_bytes_per_s`` for so long, the learner is asked too.
+            Longer than an honest source lets others wait while nothing comes to it (``ServerLimits.chunk_wait_s``).
         starved_s: without a single chunk from anybody for so long, the fetch fails.
         idle_s: a lane without work is closed after this; well before the other end does it.
         min_bytes_per_s: a chunk or manifest that comes slower breaks its stream.
@@ -65,6 +67,7 @@ class FetchLimits:
     manifest_s: float = 15.0
     stall_s: float = 8.0
     patience_s: float = 20.0
+    rescue_s: float = 35.0
     starved_s: float = 60.0
     idle_s: float = 30.0
     min_bytes_per_s: float = 16 * 1024
@@ -182,6 +185,7 @@ class Lane:
             fair = -(-self._schedule.load(self.source) // len(self._strands)) - len(strand.open)
             for wait, chunks in self._next(max(0, min(room, fair))).items():
                 strand.open.update(chunks)
+                strand.asked.update(chunks)
                 await send(stream, Want(tuple(chunks), wait))
 
     def _next(self, limit: int) -> dict[bool, list[int]]:
@@ -225,15 +229,19 @@ class Lane:
             strand.n_ready = reply.n_ready
             await self._take_chunk(strand, stream, reply.index)
         elif isinstance(reply, Missing):
-            strand.open.difference_update(reply.chunks)
-            self._schedule.lacks(self.source, reply.chunks)
-            self._rerouted()
+            strand.asked.difference_update(reply.chunks)
+            lacking = [index for index in reply.chunks if index in strand.open]
+            if lacking:
+                strand.open.difference_update(lacking)
+                self._schedule.lacks(self.source, lacking)
+                self._rerouted()
         elif isinstance(reply, Refused):
             raise PeerUnreachable(f"{self.source} refused a lane: {reply.reason}")
 
     async def _take_chunk(self, strand: _Strand, stream: Stream, index: int) -> None:
-        if index >= self._manifest.n_chunks:
-            raise ProtocolError(f"{self.source} sent chunk {index}, which does not exist")
+        if index not in strand.asked:
+            raise ProtocolError(f"{self.source} sent chunk {index}, which it was not asked for")
+        strand.asked.discard(index)
         start, end = self._manifest.chunk_span(index)
         data = await _read_body(stream, end - start, self._limits)
         if blake3(data).digest() != self._manifest.chunk_digest(index):
@@ -248,11 +256,15 @@ class Lane:
 
 
 class _Strand:
-    """One stream of a lane: the chunks that are open on it, and those to be cancelled."""
+    """One stream of a lane: the chunks that are open on it, and those to be cancelled.
+
+    What was ``asked`` for may still come, also after it was cancelled; once, and nothing else.
+    """
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.open: set[int] = set()
+        self.asked: set[int] = set()
         self.n_ready = 0
         self.cancelled: list[int] = []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.plan import RelayPlan
@@ -182,6 +183,22 @@ class Schedule:
         queue.extend(kept)
         return count
 
+    def rescue(self, limit: int) -> int:
+        """Ask the learner too for up to ``limit`` chunks that it was not asked for; how many that were.
+
+        For when those who should send do not and say that they will: who stands in for them may do the same.
+        """
+        if self._learner in self._gone:
+            return 0
+        asked = self._open[self._learner].keys() | {chunk for chunk, _ in self._queues[self._learner]}
+        waited = (chunk for chunk in sorted(self._missing) if self._copies[chunk] > 0 and chunk not in asked)
+        rescued = list(islice(waited, limit))
+        for chunk in rescued:
+            self._relieved.add(chunk)
+            self._copies[chunk] += 1
+            self._queues[self._learner].append((chunk, True))
+        return len(rescued)
+
     def next_round(self) -> None:
         """Ask once more for the chunks that nobody had so far; not at once, for those asked may get them."""
         parked, self._parked = self._parked, []
@@ -240,7 +257,8 @@ class Schedule:
     def _route(self, chunk: int) -> Iterator[tuple[PeerId, bool]]:
         """The sources of ``chunk`` in the order in which they are asked, and whether each shall wait."""
         ahead = list(self._plan.ahead(chunk, self._me))
-        behind = [peer for peer in self._plan.others(chunk) if peer != self._me and peer not in ahead]
+        passed = {self._me, *ahead}
+        behind = [peer for peer in self._plan.others(chunk) if peer not in passed]
         trusted = [source for source in ahead if source not in self._suspects]
         yield from ((source, True) for source in trusted)
         # The first holder gets its chunks from the learner; who stands in for it first looks around.

@@ -28,6 +28,8 @@ _DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
 _HEADER_BYTES = _DIGEST_BYTES + _LENGTH_BYTES
 _SUFFIX = ".chunks"
+MAX_SEGMENTS = 64
+"""Each is an open file. Where versions change little, many would stay for the few chunks of each."""
 
 
 @dataclass
@@ -107,7 +109,8 @@ class Segments:
     def retain(self, needed: Callable[[bytes], bool]) -> None:
         """Forget every chunk that is not ``needed``, and give back segments that hold little else.
 
-        A segment goes if at most half of it is needed; the needed part is appended to the newest first.
+        A segment goes if at most half of it is needed; the needed part is appended to the newest first. So do the
+        smallest, where there are more than ``MAX_SEGMENTS``.
         """
         with self._lock:
             for digest in [digest for digest in self._places if not needed(digest)]:
@@ -119,6 +122,11 @@ class Segments:
             ]:
                 if segment is not self._newest:
                     self._move_out(segment)
+            if len(self._segments) > MAX_SEGMENTS:
+                by_size = sorted(self._segments, key=lambda segment: segment.live_bytes)
+                for segment in by_size[: len(by_size) - MAX_SEGMENTS // 2]:
+                    if segment is not self._newest:
+                        self._move_out(segment)
 
     def close(self) -> None:
         with self._lock:
@@ -159,6 +167,8 @@ class Segments:
                 data = self.read(digest)
                 if data is not None:
                     self._append(digest, data)
+                else:
+                    self.forget(digest)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from echo2p2p.errors import ChunkError, OutOfDisk, ResourceError
 from echo2p2p.weights.manifest import Trusted
+from echo2p2p.weights.segments import MAX_SEGMENTS, Segments
 from echo2p2p.weights.store import ChunkStore, DiskStore, MemoryStore
 
 BLOBS = [bytes([at]) * (at + 1) for at in range(6)]
@@ -194,3 +195,16 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ResourceError):
         DiskStore(tmp_path / "file")
+
+
+def test_versions_that_change_little_do_not_pile_up_open_files(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    digests = [at.to_bytes(32, "big") for at in range(300)]
+    for digest in digests:
+        segments.add(digest, digest)
+        segments.retain(lambda _: True)
+        segments.begin()
+    assert len(files_in(tmp_path)) <= MAX_SEGMENTS + 1
+    assert [segments.read(digest) for digest in digests] == digests
+    again = Segments(tmp_path)
+    assert [again.read(digest) for digest in digests] == digests
