@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +39,8 @@ from echo2p2p.weights.snapshot import Snapshot
 log = logging.getLogger("echo2p2p.learner")
 T = TypeVar("T")
 
+MAX_UPLINK_SHARE = 8
+"""No announced uplink counts for more than so many times the median."""
 DISK_RETRY_S = 5.0
 """How long after another try there is room on a disk that was full."""
 
@@ -138,10 +141,12 @@ class Publication:
         self.log_relayed()
         active = self._provisioner.active
         leaves = self._suspicion.leaves([session.peer for session in active])
+        # One that announces the uplink of a data centre would become the parent of all others.
+        most = MAX_UPLINK_SHARE * median([session.advert.upload_mbit for session in active] or [0.0])
         members = [
             Member(
                 s.peer,
-                0.0 if s.peer in leaves else s.advert.upload_mbit,
+                0.0 if s.peer in leaves else min(s.advert.upload_mbit, most),
                 s.advert.addresses,
                 s.advert.download_mbit,
             )

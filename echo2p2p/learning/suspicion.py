@@ -31,13 +31,13 @@ class Suspicion:
         return True
 
     def leaves(self, members: Sequence[PeerId]) -> list[PeerId]:
-        """The ``members`` that should forward nothing, the most accused first.
+        """The ``members`` that should forward nothing, the most accused first; only members are heard.
 
         Named by one who is not named itself, or by two. Of two that name each other, neither is believed alone.
         """
         accusers: dict[PeerId, set[PeerId]] = {}
-        for accuser, named in self._named.items():
-            for peer in named:
+        for accuser in members:
+            for peer in self._named.get(accuser, ()):
                 accusers.setdefault(peer, set()).add(accuser)
         suspects = [
             peer

@@ -92,7 +92,11 @@ class Holding:
             start, end = self.manifest.chunk_span(index)
             return self._buffer[start:end]
         digest = self.manifest.chunk_digest(index)
-        return await self._clock.offload(lambda: self._store.get(digest))
+        data = await self._clock.offload(lambda: self._store.get(digest))
+        if data is None:
+            # Pruned since: who asks again is told at once.
+            self._here[index] = 0
+        return data
 
     def attach(self, lane: OutgoingLane) -> None:
         self._lanes[lane] = None

@@ -29,6 +29,7 @@ DIGEST_BYTES = 32
 MAX_MANIFEST_BYTES = 16 * 2**20
 """No limits can allow a longer manifest than this."""
 MAX_MEMBERS = 4096
+MAX_TREES = 32
 MAX_ASSETS = 64
 MAX_PATCHES = 256
 
@@ -113,8 +114,8 @@ class Manifest(msgspec.Struct, frozen=True):
     members: Annotated[tuple[Member, ...], Meta(max_length=MAX_MEMBERS)]
     assets: Annotated[tuple[Asset, ...], Meta(max_length=MAX_ASSETS)]
     patches: Annotated[tuple[Patch, ...], Meta(max_length=MAX_PATCHES)]
-    trees: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] = 1
-    patch_trees: Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] = 1
+    trees: Annotated[int, Meta(ge=1, le=MAX_TREES)] = 1
+    patch_trees: Annotated[int, Meta(ge=1, le=MAX_TREES)] = 1
 
     @property
     def nbytes(self) -> int:

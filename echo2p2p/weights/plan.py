@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from echo2p2p.swarm.identity import PeerId
-from echo2p2p.weights.manifest import Member
+from echo2p2p.weights.manifest import MAX_TREES, Member
 
 MEETING_COST = 0.2
 """f flows that meet at a downlink take 1 + MEETING_COST · (1 − 1/f) times as long to fill it as one does: each waits
@@ -207,9 +207,9 @@ def best_tree_count(
     uplinks = [member.upload_mbit for member in members]
     downlinks = [member.download_mbit for member in members]
     senders = sum(up >= _MIN_MBIT for up in uplinks)
-    counts = [k for k in _TREE_COUNTS if k <= senders] or [1]
+    counts = [k for k in _TREE_COUNTS if k <= min(senders, MAX_TREES)] or [1]
     # Stripes proper, where the limit on open transfers allows them.
-    if senders <= MAX_FAN_OUT:
+    if senders <= MAX_TREES:
         counts.append(max(1, senders))
 
     def seconds(k: int) -> float:
