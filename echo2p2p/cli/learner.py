@@ -72,8 +72,11 @@ def command(
 
     setup_logging(verbose)
     place = RunDir.open(settings.run_dir or Path("runs") / settings.name)
+    started = False
 
     def joined(network: Any) -> None:
+        nonlocal started
+        started = True
         peers = join_line(network, *settings.swarm.initial_peers)
         click.echo(f"echo2p2p worker --run {settings.name}@{network.peer_id} {peers}")
         click.echo("workers join with this line; stop with Ctrl-C", err=True)
@@ -89,5 +92,5 @@ def command(
     finally:
         if finished:
             click.echo(f"the run is finished; draw it with: echo2p2p report {place.path}", err=True)
-        elif (place.path / "checkpoints").is_dir():
+        elif started and (place.path / "checkpoints").is_dir():
             click.echo("stopped; go on with --resume latest", err=True)

@@ -42,6 +42,7 @@ def command(
 
     Leaves with 1 if the run broke one of the promises: the window, exactly once, the price cap.
     """
+    from echo2p2p.errors import SettingsError
     from echo2p2p.rundir import RunDir
     from echo2p2p.simulation.outcome import figures
     from echo2p2p.simulation.play import play
@@ -66,7 +67,10 @@ def command(
     stem = Path("runs") / f"sim-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunDir.open(run_dir) if run_dir else RunDir.first_free(stem)
     try:
-        folder.events.unlink(missing_ok=True)
+        if folder.events.exists():
+            raise SettingsError(
+                f"{folder.path} holds the events of an earlier run", hint="name another folder with --run-dir"
+            )
         folder.write_settings(chosen.settings)
         outcome = play(chosen, events=folder.events, progress=_progress(chosen.duration_s))
     finally:
