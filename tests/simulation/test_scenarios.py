@@ -227,3 +227,13 @@ def test_a_scenario_that_is_none_is_exit_code_3(tmp_path):
     done = simulate("nobody-shipped-this", tmp_path / "run")
     assert done.returncode == 3
     assert "slow-links" in done.stderr
+
+
+def test_a_run_folder_with_events_is_not_written_over(small, tmp_path):
+    events = tmp_path / "run" / "events.jsonl"
+    events.parent.mkdir()
+    events.write_text("kept\n")
+    done = simulate(small, events.parent)
+    assert done.returncode == 3
+    assert "earlier run" in done.stderr
+    assert events.read_text() == "kept\n"
