@@ -175,14 +175,15 @@ class Activator:
         ideal = cheapest(candidates, target, price_cap_per_hour=self._cap)
         price = sum(c.price_per_hour for c in active)
         saving = price - sum(c.price_per_hour for c in ideal)
-        if sum(c.mu for c in ideal) < target or saving < WORTHWHILE_SAVING * price or saving <= 0:
+        wanted, there = {c.peer for c in ideal}, {c.peer for c in active}
+        # Only to let some go is not a change: that excess is inside the margin, and the next wobble wants them back.
+        if sum(c.mu for c in ideal) < target or saving < WORTHWHILE_SAVING * price or wanted <= there:
             self._dear_since = None
             return Decision()
         self._dear_since = now if self._dear_since is None else self._dear_since
         if now - self._dear_since < self._persistence_s:
             return Decision()
         self._dear_since = None
-        wanted, there = {c.peer for c in ideal}, {c.peer for c in active}
         return Decision(
             activate=tuple(c.peer for c in ideal if c.peer not in there),
             release=tuple(c.peer for c in active if c.peer not in wanted),

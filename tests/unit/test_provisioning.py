@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.provisioning.accounting import Budget, Spending
@@ -196,6 +196,7 @@ def test_the_price_cap_is_never_exceeded():
     mus=st.lists(st.floats(0.5, 20), min_size=1, max_size=12),
     wobble=st.lists(st.floats(0.9, 1.1), min_size=60, max_size=60),
 )
+@example([4.0, 4.0, 4.0, 4.0, 5.0], ([0.9375] * 6 + [1.0625] * 6) * 5)
 def test_estimates_that_wobble_within_the_margin_thrash_nobody(mus, wobble):
     activator = Activator(persistence_s=5, margin=0.5)
     target = sum(mus) / 1.25
