@@ -5,7 +5,8 @@ forwards in one tree only, and is a leaf in the others (SplitStream: Castro et a
 Cooperative Environments", 2003); each chunk goes from the learner to the root of its tree and down from there, so
 the learner sends it once. k = 1 is a chain where uplinks are equal: one flow on each link, a depth of N. k = N is
 ECHO-2's stripes: two hops, but N flows meet at each downlink. Between them, depth falls and the flows grow in
-number; :func:`relay_plan` takes the k with the smallest :func:`predicted_s`.
+number; the learner takes the k with the smallest :func:`predicted_s` (:func:`best_tree_count`) and says so in the
+manifest.
 """
 
 from __future__ import annotations
