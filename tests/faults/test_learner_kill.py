@@ -8,14 +8,13 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import msgspec
 import psutil
 import pytest
 import torch
+from processes import Processes
 
 from echo2p2p.config import load
 from echo2p2p.learning.checkpoint import load_latest
@@ -60,35 +59,15 @@ chunk_kib = 64
 """
 
 
-class Run:
+class Run(Processes):
     """A bootstrap peer, a worker, and a learner that dies again and again."""
 
     def __init__(self, folder, mode):
-        self.folder = folder
-        self.settings = folder / "settings.toml"
-        self.settings.write_text(SETTINGS.replace("[learner]\n", f'[learner]\nmode = "{mode}"\n', 1))
-        self.processes = []
-
-    def start(self, *arguments):
-        with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "echo2p2p", *arguments, "--config", str(self.settings)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        self.processes.append(process)
-        return process
+        super().__init__(folder, SETTINGS.replace("[learner]\n", f'[learner]\nmode = "{mode}"\n', 1))
 
     def start_learner(self, door):
         resume = ["--resume", "latest"] if any((self.folder / "learner/checkpoints").glob("step-*")) else []
         return self.start("learner", "--run-dir", "learner", *resume, *door)
-
-    def line(self, process):
-        line = process.stdout.readline().decode().split()
-        assert line, f"{process.args} printed nothing"
-        return line
 
     def events(self, kind, role="learner"):
         path = self.folder / role / "events.jsonl"
@@ -99,18 +78,6 @@ class Run:
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
             time.sleep(0.02)
-
-    def close(self):
-        for process in reversed(self.processes):
-            if process.poll() is None:
-                process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The commands as separate processes on real hivemind: join, train, kill, come back, stop, resume, look."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from processes import Processes
 
 from echo2p2p.telemetry.events import read_events
 
@@ -49,31 +49,8 @@ HONEST_REFUSALS = {
 HONEST_DROPS = HONEST_REFUSALS | {"left the window", "lease expired", "declined by the worker"}
 
 
-class Commands:
-    """Processes of one test, with their folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.settings = folder / "settings.toml"
-        self.settings.write_text(SETTINGS)
-        self.processes = []
-
-    def start(self, *arguments):
-        with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "echo2p2p", *arguments, "--config", str(self.settings)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        self.processes.append(process)
-        return process
-
-    def line(self, process):
-        line = process.stdout.readline().decode().strip()
-        assert line, f"process {process.args} printed nothing"
-        return line.split()
+class Commands(Processes):
+    """Processes of one test, and what can be seen of them."""
 
     def inspect(self, *arguments):
         done = subprocess.run(
@@ -104,22 +81,10 @@ class Commands:
         goal = self.step() + n
         self.wait(lambda: self.step() >= goal, f"step {goal}")
 
-    def close(self):
-        for process in reversed(self.processes):
-            if process.poll() is None:
-                process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-
 
 @pytest.fixture
 def commands(tmp_path):
-    group = Commands(tmp_path)
+    group = Commands(tmp_path, SETTINGS)
     yield group
     group.close()
 
