@@ -227,6 +227,7 @@ class Publication:
     def announce(self, session: Session) -> None:
         """Tell one worker of the newest version, if there is one."""
         if self._record is not None:
+            self._publisher.told(session.peer)
             session.tell(Head(self._directory.seal(self._record)))
 
     async def keep_record(self) -> None:

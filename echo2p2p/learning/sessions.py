@@ -1,7 +1,8 @@
 """The learner's end of the work sessions: who is there, what they said last, and a bounded way to tell them.
 
 One stream a worker. A worker that is silent for three beat periods, that reads so slowly that its outbox
-fills, or that says something which is not our protocol, loses its session and nothing else; it may dial again.
+fills, that sends message after message of which nothing comes, or that says something which is not our
+protocol, loses its session and nothing else; it may dial again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from typing import Protocol
 
 from echo2p2p.data.work import (
@@ -25,6 +27,7 @@ from echo2p2p.data.work import (
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, ProtocolError, RecordError
 from echo2p2p.provisioning.activation import Candidate
 from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator
+from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
@@ -39,6 +42,17 @@ VERSIONS_PROVED = 64
 DECLINE_PAUSE_S = 1.0
 OUTBOX_MESSAGES = 1024
 MISSED_BEATS = 3
+MESSAGE_BURST = 1024
+MESSAGES_PER_S = 20.0
+MESSAGES_PER_GROUP = 4
+"""For each group that was accepted a worker may send so many messages, besides those that time allows."""
+ADVERT_PRICE = 8
+"""An advert costs the check of a signature and a look at the whole pool."""
+JOIN_BURST = 10
+JOINS_PER_S = 0.2
+MAX_JOINING_PER_PEER = 2
+"""Streams on which one peer has not said yet what it wants."""
+JOINERS_REMEMBERED = 4096
 LEASES_TIMED = 256
 """Leases of one worker whose turnaround is being measured."""
 
@@ -224,6 +238,8 @@ class WorkSessions:
         self._beat_period_s = beat_period_s
         self._max_sessions = max_sessions
         self.open: dict[PeerId, Session] = {}
+        self._joining: Counter[PeerId] = Counter()
+        self._joins: dict[PeerId, MessageBudget] = {}
 
     async def listen(self) -> None:
         """Serve the work protocol from now on."""
@@ -258,7 +274,19 @@ class WorkSessions:
                 del self.open[session.peer]
 
     async def _admit(self, stream: Stream) -> Session | None:
-        join: Join = await receive(stream, Join, max_bytes=MAX_JOIN_BYTES, timeout_s=JOIN_TIMEOUT_S)
+        peer = stream.remote
+        if self._joining[peer] >= MAX_JOINING_PER_PEER:
+            raise ProtocolError(f"{peer} opens streams and does not join on them")
+        self._joining[peer] += 1
+        try:
+            join: Join = await receive(stream, Join, max_bytes=MAX_JOIN_BYTES, timeout_s=JOIN_TIMEOUT_S)
+        finally:
+            self._joining[peer] -= 1
+            if not self._joining[peer]:
+                del self._joining[peer]
+        if not self._may_join(peer):
+            await _turn_away(stream, "you have joined too often lately", retry=True)
+            return None
         try:
             advert = self._advert(stream.remote, join.advert)
         except RecordError as error:
@@ -282,7 +310,23 @@ class WorkSessions:
             await earlier.stream.close()
         return session
 
+    def _may_join(self, peer: PeerId) -> bool:
+        now = self._network.clock.monotonic()
+        budget = self._joins.setdefault(
+            peer, MessageBudget(peer, burst=JOIN_BURST, per_s=JOINS_PER_S, now=now)
+        )
+        while len(self._joins) > JOINERS_REMEMBERED:
+            del self._joins[next(iter(self._joins))]
+        try:
+            budget.spend(now)
+        except ProtocolError:
+            return False
+        return True
+
     async def _read(self, session: Session) -> None:
+        clock = self._network.clock
+        budget = MessageBudget(session.peer, burst=MESSAGE_BURST, per_s=MESSAGES_PER_S, now=clock.monotonic())
+        accepted = session.accepted
         while True:
             message: FromWorker = await receive(
                 session.stream,
@@ -290,6 +334,9 @@ class WorkSessions:
                 max_bytes=self._max_message_bytes,
                 timeout_s=self._beat_period_s * MISSED_BEATS,
             )
+            budget.earn(MESSAGES_PER_GROUP * (session.accepted - accepted))
+            accepted = session.accepted
+            budget.spend(clock.monotonic(), ADVERT_PRICE if isinstance(message, Advertise) else 1)
             if isinstance(message, Advertise):
                 self._handler.advertised(session, self._advert(session.peer, message.advert))
             elif isinstance(message, Beat):

@@ -84,6 +84,7 @@ def manners(scenario: Scenario) -> Manners:
             unknown_version_s=server.unknown_version_s * longer,
             chunk_wait_s=server.chunk_wait_s * longer,
             write_s=server.write_s * longer,
+            linger_s=server.linger_s * longer,
             heartbeat_s=server.heartbeat_s * longer,
             idle_s=server.idle_s * longer,
             min_bytes_per_s=server.min_bytes_per_s / scenario.scale,

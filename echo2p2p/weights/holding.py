@@ -98,6 +98,11 @@ class Holding:
             self._here[index] = 0
         return data
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether any lane is open."""
+        return bool(self._lanes)
+
     def attach(self, lane: OutgoingLane) -> None:
         self._lanes[lane] = None
 

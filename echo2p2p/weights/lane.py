@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from echo2p2p.errors import ChunkError, DeadlineExceeded, ManifestError, PeerUnreachable, ProtocolError
+from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
@@ -82,6 +83,9 @@ class FetchLimits:
 
 DEFAULT_FETCH_LIMITS = FetchLimits()
 
+_IDLE_BURST = 64
+_IDLE_PER_S = 4.0
+
 
 class Lane:
     """All that one source is asked for, over a few streams that share it: one alone is held up by long round trips.
@@ -123,7 +127,7 @@ class Lane:
         self._cap = cap
         window = limits.window_bytes // manifest.chunk_bytes // streams
         self._window = max(2, min(MAX_WANTS // 2, window))
-        self._strands = [_Strand() for _ in range(streams)]
+        self._strands = [_Strand(_reply_budget(network, source)) for _ in range(streams)]
 
     @property
     def n_ready(self) -> int:
@@ -229,6 +233,8 @@ class Lane:
             strand.n_ready = reply.n_ready
             await self._take_chunk(strand, stream, reply.index)
         elif isinstance(reply, Missing):
+            if strand.asked.isdisjoint(reply.chunks):
+                strand.budget.spend(self._network.clock.monotonic())
             strand.asked.difference_update(reply.chunks)
             lacking = [index for index in reply.chunks if index in strand.open]
             if lacking:
@@ -237,6 +243,8 @@ class Lane:
                 self._rerouted()
         elif isinstance(reply, Refused):
             raise PeerUnreachable(f"{self.source} refused a lane: {reply.reason}")
+        else:
+            strand.budget.spend(self._network.clock.monotonic())
 
     async def _take_chunk(self, strand: _Strand, stream: Stream, index: int) -> None:
         if index not in strand.asked:
@@ -258,11 +266,13 @@ class Lane:
 class _Strand:
     """One stream of a lane: the chunks that are open on it, and those to be cancelled.
 
-    What was ``asked`` for may still come, also after it was cancelled; once, and nothing else.
+    What was ``asked`` for may still come, also after it was cancelled; once, and nothing else. ``budget`` is for
+    messages that answer nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MessageBudget) -> None:
         self.wake = asyncio.Event()
+        self.budget = budget
         self.open: set[int] = set()
         self.asked: set[int] = set()
         self.n_ready = 0
@@ -280,7 +290,7 @@ async def get_manifest(
     """
     async with _opened(network, source, limits) as stream:
         await send(stream, GetManifest(version, number))
-        reply = await _manifest_reply(stream, limits)
+        reply = await _manifest_reply(stream, limits, network)
         if reply.nbytes > max_bytes:
             raise ProtocolError(
                 f"{source} offers a manifest of {reply.nbytes} bytes, {max_bytes} are allowed"
@@ -291,7 +301,8 @@ async def get_manifest(
     return body
 
 
-async def _manifest_reply(stream: Stream, limits: FetchLimits) -> Body:
+async def _manifest_reply(stream: Stream, limits: FetchLimits, network: Network) -> Body:
+    budget = _reply_budget(network, stream.remote)
     try:
         async with asyncio.timeout(limits.manifest_s):
             while True:
@@ -302,8 +313,14 @@ async def _manifest_reply(stream: Stream, limits: FetchLimits) -> Body:
                     return reply
                 if isinstance(reply, Refused):
                     raise PeerUnreachable(f"{stream.remote} does not give the manifest: {reply.reason}")
+                budget.spend(network.clock.monotonic())
     except TimeoutError:
         raise DeadlineExceeded(f"no manifest from {stream.remote} in {limits.manifest_s:g} s") from None
+
+
+def _reply_budget(network: Network, source: PeerId) -> MessageBudget:
+    """For what a source says on one stream that answers nothing: a sign of life now and then is enough."""
+    return MessageBudget(source, burst=_IDLE_BURST, per_s=_IDLE_PER_S, now=network.clock.monotonic())
 
 
 async def _read_body(stream: Stream, nbytes: int, limits: FetchLimits) -> bytes:

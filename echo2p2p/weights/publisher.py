@@ -76,7 +76,8 @@ class WeightPublisher:
 
     Args:
         network: its identity must be the run's learner.
-        store: holds the last ``keep_versions`` versions, which are served again after a restart.
+        store: holds the last ``keep_versions`` versions, which are served again after a restart, and at most one more
+            that is still being fetched from here.
         chunk_bytes: of the smallest chunks; larger ones are used where there would be too many.
         max_patch_share: a patch travels only if it is smaller than this share of its snapshot; 0 for never. All
             that a manifest lists are smaller than that together.
@@ -123,6 +124,7 @@ class WeightPublisher:
             await self._clock.offload(lambda: restore(self._run, self._store, self._clock, self._limits))
         ).items():
             self._announceable(name, holding, 0.0)
+        self._server.keep_newest(self._keep_versions)
         await self._server.start()
 
     @property
@@ -134,6 +136,10 @@ class WeightPublisher:
     def bytes_sent(self) -> dict[int, dict[PeerId, int]]:
         """Chunk bytes sent, by version and peer, of the versions that are still served."""
         return {version: dict(peers) for version, peers in self._server.bytes_sent.items()}
+
+    def told(self, peer: PeerId) -> None:
+        """``peer`` is told of the newest version: until the next it is served as its members are."""
+        self._server.told(peer)
 
     async def publish(
         self,
@@ -174,12 +180,14 @@ class WeightPublisher:
             manifest, body = await self._clock.offload(cut)
         except OutOfDisk:
             # The newest version is enough to serve while this one needs the room of the others.
-            await self._clock.offload(lambda: self._store.prune(1))
+            newest = set() if self.newest is None else {self.newest.manifest.version}
+            await self._clock.offload(lambda: self._store.prune(newest))
             manifest, body = await self._clock.offload(cut)
         holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
         self._newest_snapshot = snapshot
-        await self._clock.offload(lambda: self._store.prune(self._keep_versions))
+        served = self._server.keep_newest(self._keep_versions)
+        await self._clock.offload(lambda: self._store.prune(served))
         return published
 
     def _announceable(self, name: str, holding: Holding, seconds: float) -> Published:
@@ -190,7 +198,6 @@ class WeightPublisher:
         self._published[manifest.version] = published
         for version in sorted(self._published)[: -self._keep_versions]:
             del self._published[version]
-        self._server.keep_newest(self._keep_versions)
         return published
 
     def _cut(

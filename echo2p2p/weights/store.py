@@ -17,7 +17,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -65,8 +65,8 @@ class ChunkStore(Protocol):
         """The signed manifests of all pinned versions, complete or not, oldest first."""
         ...
 
-    def prune(self, keep_versions: int) -> None:
-        """Forget all but the newest ``keep_versions`` (≥ 1) versions, and chunks that none of them needs."""
+    def prune(self, keep: Collection[int]) -> None:
+        """Forget all versions but those of ``keep``, and chunks that none of them needs."""
         ...
 
     def trusted(self) -> Trusted:
@@ -105,9 +105,8 @@ class MemoryStore:
     def manifests(self) -> dict[int, bytes]:
         return {version: self._pins[version][0] for version in sorted(self._pins)}
 
-    def prune(self, keep_versions: int) -> None:
-        for version in sorted(self._pins)[:-keep_versions]:
-            del self._pins[version]
+    def prune(self, keep: Collection[int]) -> None:
+        self._pins = {version: pin for version, pin in self._pins.items() if version in keep}
         needed: set[bytes] = set().union(*(digests for _, digests in self._pins.values()))
         self._chunks = {digest: data for digest, data in self._chunks.items() if digest in needed}
 
@@ -190,9 +189,9 @@ class DiskStore:
     def manifests(self) -> dict[int, bytes]:
         return {version: pin.manifest for version, pin in self._pins().items()}
 
-    def prune(self, keep_versions: int) -> None:
+    def prune(self, keep: Collection[int]) -> None:
         pins = self._pins()
-        for version in list(pins)[:-keep_versions]:
+        for version in pins.keys() - set(keep):
             (self._pins_dir / str(version)).unlink(missing_ok=True)
             del pins[version]
         needed: set[bytes] = set()

@@ -71,7 +71,8 @@ class WeightSubscriber:
 
     Args:
         store: where chunks are kept; they survive a restart, as does the memory of the newest version seen.
-        keep_versions: how many versions stay in the store and are served to others.
+        keep_versions: how many whole versions stay in the store and are served to others, apart from one more that
+            others are still fetching from here, and what has come of one that is not whole.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class WeightSubscriber:
         self._noting = threading.Lock()
         self._newest: Fetched | None = None
         self._stored: dict[int, Manifest] = {}
+        self._begun: set[int] = set()
         self._full_since: float | None = None
 
     async def start(self) -> None:
@@ -201,8 +203,8 @@ class WeightSubscriber:
         fetch_s = self._clock.monotonic() - started
         self._full_since = None
         holding.complete()
-        self._server.keep_newest(self._keep_versions)
-        await self._clock.offload(lambda: self._store.prune(self._keep_versions))
+        served = self._server.keep_newest(self._keep_versions)
+        await self._clock.offload(lambda: self._store.prune(served))
         self._newest = Fetched(
             manifest,
             snapshot,
@@ -215,8 +217,8 @@ class WeightSubscriber:
             tuple(self._standing.banned),
         )
         self._stored[manifest.version] = manifest
-        for old in sorted(self._stored)[: -self._keep_versions]:
-            del self._stored[old]
+        self._begun.clear()
+        self._stored = {number: each for number, each in self._stored.items() if number in served}
         self._arrival = None
         return self._newest
 
@@ -244,6 +246,10 @@ class WeightSubscriber:
             try:
                 self._store.remember(self._verifier.trusted)
                 self._store.pin(manifest.version, body, manifest.digests())
+                if self._begun - {manifest.version}:
+                    # Of those that never came here whole, only what this one lists too is of use.
+                    self._store.prune({manifest.version, *self._stored})
+                self._begun = {manifest.version}
             except OutOfDisk:
                 self._drop_old()
                 raise
@@ -273,7 +279,12 @@ class WeightSubscriber:
         now = self._clock.monotonic()
         if self._full_since is None:
             self._full_since = now
-        self._store.prune(2 if now - self._full_since < _PATIENCE_S else 1)
+        keep = {self.newest_seen}
+        if self._stored and (
+            now - self._full_since < _PATIENCE_S or self.newest_seen not in self._store.manifests()
+        ):
+            keep.add(max(self._stored))
+        self._store.prune(keep)
 
     async def _manifest_body(self, record: ManifestRecord, peers: Iterable[PeerId]) -> bytes:
         """The signed manifest that ``record`` pins: from the store, the learner, or another peer."""

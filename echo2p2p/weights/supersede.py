@@ -9,8 +9,13 @@ Where patches travel, going on costs next to nothing: the patch of the older ver
 the newer, or makes the newer one cheap. Where everything changes, c_older = c_here, and every byte of r delays the
 newer version. A part of that delay is accepted, for the older version is then installed a whole fetch earlier.
 
-Two more things bound the loss: what was fetched stays in the store, and a fetch that follows one that was given up
-is left to finish (:mod:`echo2p2p.rollout.following`), so versions arrive however fast they are published.
+And it is given up only if next to nothing of it is here, so that the next version to be installed, whichever it is,
+comes hardly later: c_here may be more than r by the same part. So a worker whose fetches take longer than the learner
+takes from version to version installs one in the time of one transfer and a quarter at most. Its version is then as
+old as that transfer took, which no choice could help.
+
+Two more things bound the loss: what was fetched stays in the store until the next one has come, and a fetch that
+follows one that was given up is left to finish (:mod:`echo2p2p.rollout.following`).
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_DELAY = 0.25
-"""Going on may delay the newer version by this part of what it costs."""
+"""Going on may delay the newer version by this part of what it costs, turning the next one by this part of what is
+missing."""
 
 
 @dataclass(frozen=True)
@@ -43,4 +49,4 @@ def gives_up(arriving: Arriving) -> bool:
     next_bytes = arriving.whole_bytes if arriving.patch_bytes is None else arriving.patch_bytes
     going_on = arriving.missing_bytes + next_bytes
     turning = arriving.missing_bytes + next_bytes if arriving.by_patches else arriving.whole_bytes
-    return going_on > (1 + MAX_DELAY) * turning
+    return going_on > (1 + MAX_DELAY) * turning and turning <= (1 + MAX_DELAY) * arriving.missing_bytes

@@ -9,7 +9,9 @@ from echo2p2p.weights.supersede import Arriving, gives_up
     ("arriving", "expected"),
     [
         (Arriving(100, 100, None, by_patches=False), True),
-        (Arriving(26, 100, None, by_patches=False), True),
+        (Arriving(81, 100, None, by_patches=False), True),
+        # What is here would be lost, and the next version come so much later.
+        (Arriving(79, 100, None, by_patches=False), False),
         (Arriving(24, 100, None, by_patches=False), False),
         (Arriving(0, 100, None, by_patches=False), False),
         # Patches of a few percent: the newer version is cheap from the older one, not from nothing.
