@@ -20,6 +20,7 @@ from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.coding import Coder
 from echo2p2p.weights.holding import Holding, OutgoingLane, set_within
 from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.wire import (
@@ -77,7 +78,7 @@ class ChunkServer:
     """Answers requests on the chunk protocol out of its holdings.
 
     Attributes:
-        bytes_sent: chunk bytes sent, by version and then by peer.
+        bytes_sent: bytes sent for chunks, as they went over the wire, by version and then by peer.
     """
 
     def __init__(self, network: Network, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> None:
@@ -206,6 +207,7 @@ class ChunkServer:
 
     async def _send_chunks(self, stream: Stream, lane: OutgoingLane, holding: Holding) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
+        coder = Coder(self._clock, holding.word_bytes)
         turn: _Turn | None = None
         said_s = self._clock.monotonic()
         try:
@@ -225,7 +227,7 @@ class ChunkServer:
                     turn = None
                 wait_s = self._limits.heartbeat_s if turn is None else turn.wait_s
                 if turn is not None and wait_s <= 0:
-                    await self._send_chunk(stream, lane, holding, turn, sent)
+                    await self._send_chunk(stream, lane, holding, turn, coder, sent)
                     turn.end()
                     turn = None
                     said_s = self._clock.monotonic()
@@ -241,7 +243,13 @@ class ChunkServer:
                 turn.end()
 
     async def _send_chunk(
-        self, stream: Stream, lane: OutgoingLane, holding: Holding, turn: _Turn, sent: Counter[PeerId]
+        self,
+        stream: Stream,
+        lane: OutgoingLane,
+        holding: Holding,
+        turn: _Turn,
+        coder: Coder,
+        sent: Counter[PeerId],
     ) -> None:
         """Send what is next on ``lane``, if anything is, for this ``turn``."""
         index = lane.next_ready()
@@ -251,7 +259,14 @@ class ChunkServer:
         if data is None:
             await self._reply(stream, Missing((index,)))
             return
-        await self._reply(stream, Chunk(index, lane.n_ready), data, turn)
+        coded = await coder.coded(data) if index in holding.manifest.whole else None
+        if coded is not None:
+            turn.shrink(len(data) - len(coded))
+            data = coded
+        began_s = self._clock.monotonic()
+        chunk = Chunk(index, lane.n_ready, len(coded) if coded is not None else 0)
+        await self._reply(stream, chunk, data, turn)
+        coder.wrote(len(data), self._clock.monotonic() - began_s)
         sent[stream.remote] += len(data)
 
     async def _reply(
@@ -299,6 +314,12 @@ class _Turn:
             if (wait_s := self._until(self._unused)) > 0:
                 await asyncio.sleep(wait_s)
             await stream.write(piece)
+
+    def shrink(self, nbytes: int) -> None:
+        """So many bytes fewer are to be sent; before the first is."""
+        self._ends_s -= self._cap.seconds(nbytes) if self._cap.capped else 0.0
+        self._cap.give_back(nbytes)
+        self._unused -= nbytes
 
     def _until(self, left: int) -> float:
         """Seconds until ``left`` bytes of the turn are to be sent; 0 for a time that is past."""

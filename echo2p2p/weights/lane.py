@@ -21,6 +21,7 @@ from echo2p2p.errors import ChunkError, DeadlineExceeded, ManifestError, PeerUnr
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.coding import decode
 from echo2p2p.weights.holding import set_within
 from echo2p2p.weights.manifest import Manifest, digest
 from echo2p2p.weights.rate import TokenBucket
@@ -227,7 +228,7 @@ class Lane:
         )
         if isinstance(reply, Chunk):
             strand.n_ready = reply.n_ready
-            await self._take_chunk(strand, stream, reply.index)
+            await self._take_chunk(strand, stream, reply)
         elif isinstance(reply, Missing):
             strand.asked.difference_update(reply.chunks)
             lacking = [index for index in reply.chunks if index in strand.open]
@@ -238,12 +239,18 @@ class Lane:
         elif isinstance(reply, Refused):
             raise PeerUnreachable(f"{self.source} refused a lane: {reply.reason}")
 
-    async def _take_chunk(self, strand: _Strand, stream: Stream, index: int) -> None:
+    async def _take_chunk(self, strand: _Strand, stream: Stream, reply: Chunk) -> None:
+        index = reply.index
         if index not in strand.asked:
             raise ProtocolError(f"{self.source} sent chunk {index}, which it was not asked for")
         strand.asked.discard(index)
         start, end = self._manifest.chunk_span(index)
-        data = await _read_body(stream, end - start, self._limits)
+        if reply.coded and reply.coded >= end - start:
+            raise ProtocolError(f"{self.source} sent chunk {index} coded in more bytes than it has")
+        data = await _read_body(stream, reply.coded or end - start, self._limits)
+        if reply.coded:
+            self._cap.give_back(end - start - reply.coded)
+            data = decode(data, end - start)
         if blake3(data).digest() != self._manifest.chunk_digest(index):
             raise ChunkError(
                 f"{self.source} sent bytes for chunk {index} of version {self._manifest.version} "
