@@ -7,8 +7,8 @@ to decode, and nobody's choice of a compressor shows in a manifest.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from echo2p2p.weights.patch_words import Reader, pack
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout
 
 _WIDTHS = (2, 4, 8)
-_MEMORY = 1 / 4
-"""How much the latest chunk counts in what is expected of the next one."""
-_FIRST_WIRE_S = 8 / 100e6
-"""Seconds a byte on a stream that has not shown what it takes; the first chunks fill buffers, whatever the link."""
+_FAST_BYTES_PER_S = 64e6
+"""A wire that takes more than this is not worth a core's work: it codes a few hundred million bytes a second."""
+_RECENT_S = 0.5
+_VAIN = 8
 _TRY_ONE_IN = 32
-"""So many chunks are tried although those before did not shrink."""
+"""After ``_VAIN`` chunks that did not shrink, one in so many is tried."""
 
 
 def word_bytes(layout: Layout) -> int:
@@ -68,39 +68,32 @@ def decode(coded: bytes, nbytes: int) -> bytes:
 
 
 class Coder:
-    """Codes the chunks that go down one stream, as long as that takes less time than it saves on the wire.
+    """Codes the chunks that one peer sends, unless they leave it so fast that it would be the coder they wait for."""
 
-    Args:
-        width: bytes of a word (:func:`word_bytes`).
-    """
-
-    def __init__(self, clock: Clock, width: int) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._width = width
-        self._saved = 1.0
-        self._coding_s = 0.0
-        self._wire_s = _FIRST_WIRE_S
-        self._n_plain = 0
+        self._recent_bytes = 0.0
+        self._at_s = clock.monotonic()
+        self._n_vain = 0
 
-    async def coded(self, chunk: bytes | memoryview) -> bytes | None:
-        """What to send in place of ``chunk``; None if that is the chunk itself."""
-        if self._width not in _WIDTHS:
+    async def coded(self, chunk: bytes | memoryview, width: int) -> bytes | None:
+        """What to send in place of ``chunk``, words of ``width`` bytes; None if that is the chunk itself."""
+        self._forget()
+        if width not in _WIDTHS or self._recent_bytes > _FAST_BYTES_PER_S * _RECENT_S:
             return None
-        if self._saved * self._wire_s <= self._coding_s:
-            self._n_plain += 1
-            if self._n_plain % _TRY_ONE_IN:
-                return None
-        coded, seconds = await self._timed(lambda: encode(chunk, self._width))
-        self._coding_s += _MEMORY * (seconds / len(chunk) - self._coding_s)
-        saved = 1 - len(coded) / len(chunk) if coded is not None else 0.0
-        self._saved += _MEMORY * (saved - self._saved)
+        if self._n_vain >= _VAIN and self._n_vain % _TRY_ONE_IN:
+            self._n_vain += 1
+            return None
+        coded = await self._clock.offload(lambda: encode(chunk, width))
+        self._n_vain = 0 if coded is not None else self._n_vain + 1
         return coded
 
-    def wrote(self, nbytes: int, seconds: float) -> None:
-        """Take note that the stream took ``nbytes`` in this time."""
-        if nbytes:
-            self._wire_s += _MEMORY * (seconds / nbytes - self._wire_s)
+    def wrote(self, nbytes: int) -> None:
+        """Take note that ``nbytes`` left."""
+        self._forget()
+        self._recent_bytes += nbytes
 
-    async def _timed(self, work: Callable[[], bytes | None]) -> tuple[bytes | None, float]:
-        began_s = self._clock.monotonic()
-        return await self._clock.offload(work), self._clock.monotonic() - began_s
+    def _forget(self) -> None:
+        now = self._clock.monotonic()
+        self._recent_bytes *= math.exp((self._at_s - now) / _RECENT_S)
+        self._at_s = now

@@ -90,6 +90,7 @@ class ChunkServer:
         self._changed = asyncio.Event()
         self._streams: Counter[PeerId] = Counter()
         self._cap = TokenBucket(limits.upload_mbit, network.clock.monotonic(), burst_s=_BURST_S)
+        self._coder = Coder(network.clock)
         self.bytes_sent: dict[int, Counter[PeerId]] = {}
 
     async def start(self) -> None:
@@ -207,7 +208,6 @@ class ChunkServer:
 
     async def _send_chunks(self, stream: Stream, lane: OutgoingLane, holding: Holding) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
-        coder = Coder(self._clock, holding.word_bytes)
         turn: _Turn | None = None
         said_s = self._clock.monotonic()
         try:
@@ -227,7 +227,7 @@ class ChunkServer:
                     turn = None
                 wait_s = self._limits.heartbeat_s if turn is None else turn.wait_s
                 if turn is not None and wait_s <= 0:
-                    await self._send_chunk(stream, lane, holding, turn, coder, sent)
+                    await self._send_chunk(stream, lane, holding, turn, sent)
                     turn.end()
                     turn = None
                     said_s = self._clock.monotonic()
@@ -248,7 +248,6 @@ class ChunkServer:
         lane: OutgoingLane,
         holding: Holding,
         turn: _Turn,
-        coder: Coder,
         sent: Counter[PeerId],
     ) -> None:
         """Send what is next on ``lane``, if anything is, for this ``turn``."""
@@ -259,14 +258,13 @@ class ChunkServer:
         if data is None:
             await self._reply(stream, Missing((index,)))
             return
-        coded = await coder.coded(data) if index in holding.manifest.whole else None
+        coded = await self._coder.coded(data, holding.word_bytes) if index in holding.manifest.whole else None
         if coded is not None:
             turn.shrink(len(data) - len(coded))
             data = coded
-        began_s = self._clock.monotonic()
         chunk = Chunk(index, lane.n_ready, len(coded) if coded is not None else 0)
         await self._reply(stream, chunk, data, turn)
-        coder.wrote(len(data), self._clock.monotonic() - began_s)
+        self._coder.wrote(len(data))
         sent[stream.remote] += len(data)
 
     async def _reply(

@@ -92,39 +92,43 @@ def test_the_words_of_a_snapshot_are_those_of_most_of_it():
 
 
 class Ticking:
-    """A clock on which every piece of work that is handed off takes as long as it is said to."""
+    """A clock that moves when it is told to, and counts what is handed off."""
 
-    def __init__(self, work_s):
-        self.at, self.work_s = 0.0, work_s
+    def __init__(self):
+        self.at, self.n_offloaded = 0.0, 0
 
     def monotonic(self):
         return self.at
 
     async def offload(self, fn):
-        self.at += self.work_s
+        self.n_offloaded += 1
         return fn()
 
 
-@pytest.mark.parametrize(("mbit", "codes"), [(50, True), (500, True), (50_000, False)])
-async def test_chunks_are_coded_while_the_wire_is_slower_than_the_coder(mbit, codes):
-    chunk = weights(2**17)
-    coder = Coder(Ticking(work_s=len(chunk) / 400e6), 2)
+async def sent_over(mbit, chunk, count):
+    """How many of ``count`` chunks were coded, and how many were tried, over a link of ``mbit``."""
+    clock = Ticking()
+    coder = Coder(clock)
     n_coded = 0
-    for _ in range(64):
-        coded = await coder.coded(chunk)
+    for _ in range(count):
+        coded = await coder.coded(chunk, 2)
         n_coded += coded is not None
-        coder.wrote(len(coded or chunk), len(coded or chunk) * 8e-6 / mbit)
-    assert (n_coded > 60) if codes else (n_coded < 12)
+        clock.at += len(coded or chunk) * 8e-6 / mbit
+        coder.wrote(len(coded or chunk))
+    return n_coded, clock.n_offloaded
+
+
+@pytest.mark.parametrize(("mbit", "share"), [(50, 1.0), (400, 1.0), (2000, 0.3), (50_000, 0.02)])
+async def test_chunks_are_coded_unless_they_leave_faster_than_is_worth_it(mbit, share):
+    count = max(128, 4 * int(mbit))
+    n_coded, _ = await sent_over(mbit, weights(2**15), count)
+    assert n_coded == count if share == 1 else n_coded < count * share
 
 
 async def test_chunks_that_do_not_shrink_are_only_tried_now_and_then():
-    chunk = np.random.default_rng(0).bytes(2**16)
-    clock = Ticking(work_s=len(chunk) / 400e6)
-    coder = Coder(clock, 2)
-    for _ in range(640):
-        assert await coder.coded(chunk) is None
-        coder.wrote(len(chunk), len(chunk) * 8e-6 / 50)
-    assert clock.at < 60 * clock.work_s
+    n_coded, n_tried = await sent_over(50, np.random.default_rng(0).bytes(2**16), 640)
+    assert n_coded == 0
+    assert n_tried < 40
 
 
 def relayed(data, dtype, *, capped):
