@@ -10,6 +10,8 @@ raw TCP makes of one link, and then comes what was asked for:
 * ``ours`` (relayed), ``star`` (the learner sends to every peer) and ``libtorrent`` (as many bytes, one session
   a host, connected beforehand; null if it is not installed): ``seconds``, ``ratio`` (seconds / bound_s);
   ``learner_bytes_ratio`` (chunk bytes that the learner sent / snapshot bytes) of the first two;
+  with ``--payload bf16`` all of them send weights, which ours codes on the way, and the bound is still that of
+  the bytes as they are;
 * ``killed``: with ``--kill``, the first peers and their p2pd are killed at half of the undisturbed time;
 * ``liars``: with ``--liars``, all that the first peers serve has a flipped bit. ``bad_bytes_stored`` is what
   finished peers hold that the learner did not publish, ``named`` how many liars an honest peer has banned,
@@ -47,6 +49,7 @@ import psutil
 
 from benchmarks.netns import Host, ShapingError, cpu_seconds, measure_mbit, processes, shaped_hosts
 from benchmarks.nodes import Node, NodeError, ask_all, ended_together, say
+from benchmarks.payload import PAYLOADS
 from echo2p2p.swarm.clock import SystemClock
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.plan import fluid_bound_s
@@ -85,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--chunk-kib", type=int, default=64)
     parser.add_argument(
+        "--payload",
+        choices=PAYLOADS,
+        default=PAYLOADS[0],
+        help="what is sent, by everybody: bytes or weights",
+    )
+    parser.add_argument(
         "--only", default=",".join(_WAYS), help="the ways to measure, comma-separated; '' for none of them"
     )
     parser.add_argument("--repeat", type=int, default=1, help="times that each way is measured")
@@ -112,9 +121,8 @@ def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, 
     figures: dict[str, Any] = {"bound_s": round(bound_s, 3)}
     rates = [(arguments.up_mbit, down_mbit), *((up, down_mbit) for up in uplinks)]
     with shaped_hosts(rates) as hosts, tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as name:
-        bench = _Bench(
-            hosts, Path(name), nbytes, arguments.chunk_kib * 1024, arguments.repeat, arguments.run_dir
-        )
+        made = {"chunk_bytes": arguments.chunk_kib * 1024, "payload": arguments.payload}
+        bench = _Bench(hosts, Path(name), nbytes, made, arguments.repeat, arguments.run_dir)
         figures["link_mbit"] = round(measure_mbit(hosts[0], hosts[1]), 1)
         say(f"raw TCP from {rates[0][0]:g} to {rates[1][1]:g} Mbit/s: {figures['link_mbit']} Mbit/s")
         figures |= bench.relayed([way for way in ways if way != "libtorrent"])
@@ -137,14 +145,14 @@ class _Bench:
         hosts: Sequence[Host],
         folder: Path,
         nbytes: int,
-        chunk_bytes: int,
+        made: dict[str, Any],
         repeat: int,
         run_dir: Path | None,
     ) -> None:
         self._hosts = hosts
         self._folder = folder
         self._nbytes = nbytes
-        self._chunk_bytes = chunk_bytes
+        self._made = made
         self._repeat = repeat
         self._run_dir = run_dir
         self._swarms = 0
@@ -170,7 +178,7 @@ class _Bench:
         with torrent_swarm(self._hosts, self._folder) as nodes:
             for turn in range(self._repeat):
                 usage = _Usage(self._hosts)
-                started, done = send_torrent(f"payload-{turn}", nodes, self._nbytes)
+                started, done = send_torrent(f"payload-{turn}", nodes, self._nbytes, self._made["payload"])
                 figures.append({"seconds": round(max(done) - started, 3)} | usage.so_far())
                 _say_done("libtorrent", started, done)
         return _medians("libtorrent", figures)
@@ -196,7 +204,7 @@ class _Bench:
         """One node a host, the learner first, all joined and connected."""
         folder = self._folder / f"swarm-{self._swarms}"
         self._swarms += 1
-        with _joined(self._hosts, folder, self._chunk_bytes) as nodes:
+        with _joined(self._hosts, folder, self._made) as nodes:
             self._send("warm-up", 0, nodes, nbytes=_WARM_UP_BYTES)
             yield nodes
 
@@ -263,10 +271,11 @@ def _write_events(
 def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:
     """One worker, no shaping, against a plain stream of the same bytes between the same processes."""
     nbytes = int(arguments.loopback_gib * 2**30)
+    made = {"chunk_bytes": arguments.chunk_kib * 1024, "payload": arguments.payload}
     figures = []
     with (
         tempfile.TemporaryDirectory(prefix="echo2p2p-bench-") as folder,
-        _joined([None, None], Path(folder), arguments.chunk_kib * 1024) as (learner, worker),
+        _joined([None, None], Path(folder), made) as (learner, worker),
     ):
         for version in range(arguments.repeat + 1):
             size = nbytes if version else _WARM_UP_BYTES
@@ -282,12 +291,12 @@ def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _joined(hosts: Sequence[Host | None], folder: Path, chunk_bytes: int) -> Iterator[list[Node]]:
+def _joined(hosts: Sequence[Host | None], folder: Path, made: dict[str, Any]) -> Iterator[list[Node]]:
     """One node of the package a host, the learner first, all joined. A host that is None is this machine."""
     folder.mkdir(exist_ok=True)
     module = "benchmarks.relay_node"
     with ended_together() as nodes:
-        joining: dict[str, Any] = {"chunk_bytes": chunk_bytes}
+        joining = dict(made)
         for at, host in enumerate(hosts):
             address = host.address if host is not None else "127.0.0.1"
             up_mbit = host.up_mbit if host is not None else math.inf

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import gc
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import uvloop
 from blake3 import blake3
 
 from benchmarks.nodes import answer, messages
+from benchmarks.payload import payload
 from echo2p2p.swarm.hivemind import HivemindNetwork
 from echo2p2p.swarm.network import Stream
 from echo2p2p.swarm.records import ManifestRecord
@@ -27,7 +27,7 @@ from echo2p2p.weights.holding import Holding
 from echo2p2p.weights.manifest import Member
 from echo2p2p.weights.publisher import WeightPublisher
 from echo2p2p.weights.segments import Segments
-from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
+from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot, TensorSpec
 from echo2p2p.weights.store import DiskStore
 from echo2p2p.weights.subscriber import WeightSubscriber
 
@@ -35,6 +35,7 @@ _START_S = 180.0
 _BLOCK_BYTES = 2**16
 _BARE = "/echo2p2p-bench/1/bare"
 _BARE_WRITE_BYTES = 2**20
+_DTYPES = {"random": "uint8", "bf16": "bfloat16"}
 
 
 def main() -> None:
@@ -56,18 +57,18 @@ async def _node(settings: dict[str, Any]) -> None:
         if "run" in settings:
             await _work(network, folder, settings["run"])
         else:
-            await _learn(network, folder, settings["chunk_bytes"], settings["up_mbit"])
+            await _learn(network, folder, settings)
     finally:
         await network.close()
 
 
-async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int, up_mbit: float) -> None:
-    run = f"bench@{network.peer_id}"
+async def _learn(network: HivemindNetwork, folder: Path, settings: dict[str, Any]) -> None:
+    run, up_mbit = f"bench@{network.peer_id}", settings["up_mbit"]
     publisher = WeightPublisher(
-        network, run, DiskStore(folder / "store"), chunk_bytes=chunk_bytes, upload_mbit=up_mbit
+        network, run, DiskStore(folder / "store"), chunk_bytes=settings["chunk_bytes"], upload_mbit=up_mbit
     )
     await publisher.start()
-    snapshot = _random_snapshot(0)
+    snapshot = _snapshot(b"")
 
     async def send_bare(stream: Stream) -> None:
         data = snapshot.data
@@ -79,7 +80,7 @@ async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int, up_mb
     async for message in _messages():
         match message:
             case {"publish": version, "members": members, "nbytes": nbytes}:
-                snapshot = _random_snapshot(nbytes)
+                snapshot = _snapshot(payload(settings["payload"], nbytes), _DTYPES[settings["payload"]])
                 published = await publisher.publish(
                     snapshot,
                     version,
@@ -101,7 +102,7 @@ async def _learn(network: HivemindNetwork, folder: Path, chunk_bytes: int, up_mb
 async def _work(network: HivemindNetwork, folder: Path, run: str) -> None:
     subscriber = WeightSubscriber(network, run, DiskStore(folder / "store"))
     await subscriber.start()
-    newest = _random_snapshot(0)
+    newest = _snapshot(b"")
     answer({"peer_id": network.peer_id})
     async for message in _messages():
         match message:
@@ -163,8 +164,9 @@ def _lie() -> None:
     setattr(Holding, "read", read)  # noqa: B010 - an assignment would be a redefinition to a type checker
 
 
-def _random_snapshot(nbytes: int) -> Snapshot:
-    return Snapshot(Layout((TensorSpec("weights", "uint8", (nbytes,), 0, nbytes),), {}), os.urandom(nbytes))
+def _snapshot(data: bytes, dtype: str = "uint8") -> Snapshot:
+    shape = (len(data) // DTYPE_BYTES[dtype],)
+    return Snapshot(Layout((TensorSpec("weights", dtype, shape, 0, len(data)),), {}), data)
 
 
 def _blocks(snapshot: Snapshot) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import libtorrent as lt
 
 from benchmarks.netns import Host
 from benchmarks.nodes import Node, answer, ask_all, ended_together, messages, say
+from benchmarks.payload import PAYLOADS, payload
 
 _PORT = 6881
 _CONNECT_S = 30.0
@@ -75,9 +75,15 @@ def torrent_swarm(hosts: Sequence[Host], folder: Path) -> Iterator[list[Node]]:
 
 
 def send_torrent(
-    name: str, nodes: Sequence[Node], nbytes: int, *, piece_kib: int = PIECE_KIB, super_seeding: bool = False
+    name: str,
+    nodes: Sequence[Node],
+    nbytes: int,
+    kind: str = PAYLOADS[0],
+    *,
+    piece_kib: int = PIECE_KIB,
+    super_seeding: bool = False,
 ) -> tuple[float, list[float]]:
-    """Send ``nbytes`` random bytes from the first of ``nodes`` to the others.
+    """Send a :func:`payload` of ``nbytes`` from the first of ``nodes`` to the others.
 
     Returns:
         When the signal was given and when each of the others had verified everything, on this machine's
@@ -85,7 +91,12 @@ def send_torrent(
     """
     seed, *peers = nodes
     made = seed.ask(
-        {"seed": name, "nbytes": nbytes, "piece_bytes": piece_kib * 1024, "super_seeding": super_seeding}
+        {
+            "seed": name,
+            "payload": [kind, nbytes],
+            "piece_bytes": piece_kib * 1024,
+            "super_seeding": super_seeding,
+        }
     )
     ask_all(peers, {"join": made["torrent"]})
     # Each pair once: everyone dials those that come before it.
@@ -112,8 +123,13 @@ def main() -> None:
     torrent: Any = None
     for message in messages():
         match message:
-            case {"seed": name, "nbytes": nbytes, "piece_bytes": piece_bytes, "super_seeding": super_seeding}:
-                file = _make(folder, name, nbytes, piece_bytes)
+            case {
+                "seed": name,
+                "payload": [kind, nbytes],
+                "piece_bytes": piece_bytes,
+                "super_seeding": super_seeding,
+            }:
+                file = _make(folder, name, payload(kind, nbytes), piece_bytes)
                 flags = lt.torrent_flags.seed_mode
                 if super_seeding:
                     flags |= lt.torrent_flags.super_seeding
@@ -138,10 +154,10 @@ def main() -> None:
                 answer({})
 
 
-def _make(folder: Path, name: str, nbytes: int, piece_bytes: int) -> Path:
+def _make(folder: Path, name: str, data: bytes, piece_bytes: int) -> Path:
     """The payload and its torrent, SHA-1 pieces only: the other kind of hash costs more and gains nothing here."""
-    (folder / name).write_bytes(os.urandom(nbytes))
-    files = [lt.create_file_entry(name, nbytes)]
+    (folder / name).write_bytes(data)
+    files = [lt.create_file_entry(name, len(data))]
     creator = lt.create_torrent(files, piece_bytes, lt.create_torrent.v1_only)
     lt.set_piece_hashes(creator, str(folder))
     file = folder / f"{name}.torrent"

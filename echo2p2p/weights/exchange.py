@@ -22,6 +22,7 @@ from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.coding import Coder
 from echo2p2p.weights.gatekeeper import Gatekeeper
 from echo2p2p.weights.holding import Holding, OutgoingLane, set_within
 from echo2p2p.weights.rate import TokenBucket
@@ -92,7 +93,7 @@ class ChunkServer:
     """Answers requests on the chunk protocol out of its holdings.
 
     Attributes:
-        bytes_sent: chunk bytes sent, by version and then by peer.
+        bytes_sent: bytes sent for chunks, as they went over the wire, by version and then by peer.
     """
 
     def __init__(self, network: Network, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> None:
@@ -110,6 +111,7 @@ class ChunkServer:
         self._changed = asyncio.Event()
         self._streams: Counter[PeerId] = Counter()
         self._cap = TokenBucket(limits.upload_mbit, network.clock.monotonic(), burst_s=_BURST_S)
+        self._coder = Coder(network.clock)
         self.bytes_sent: dict[int, Counter[PeerId]] = {}
 
     async def start(self) -> None:
@@ -341,7 +343,13 @@ class ChunkServer:
         if data is None:
             await self._reply(stream, Missing((index,)))
             return
-        await self._reply(stream, Chunk(index, lane.n_ready), data, turn)
+        coded = await self._coder.coded(data, holding.word_bytes) if index in holding.manifest.whole else None
+        if coded is not None:
+            turn.shrink(len(data) - len(coded))
+            data = coded
+        chunk = Chunk(index, lane.n_ready, len(coded) if coded is not None else 0)
+        await self._reply(stream, chunk, data, turn)
+        self._coder.wrote(len(data))
         sent[stream.remote] += len(data)
 
     async def _reply(

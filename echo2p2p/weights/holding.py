@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from echo2p2p.errors import ManifestError, ProtocolError
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.weights.coding import word_bytes
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.wire import MAX_WANTS, Want
@@ -42,6 +43,7 @@ class Holding:
     ) -> None:
         self.manifest = manifest
         self.body = body
+        self.word_bytes = word_bytes(manifest.layout)
         self._store = store
         self._clock = clock
         self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None

@@ -22,6 +22,7 @@ from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
+from echo2p2p.weights.coding import decode
 from echo2p2p.weights.holding import set_within
 from echo2p2p.weights.manifest import Manifest, digest
 from echo2p2p.weights.rate import TokenBucket
@@ -231,7 +232,7 @@ class Lane:
         )
         if isinstance(reply, Chunk):
             strand.n_ready = reply.n_ready
-            await self._take_chunk(strand, stream, reply.index)
+            await self._take_chunk(strand, stream, reply)
         elif isinstance(reply, Missing):
             if strand.asked.isdisjoint(reply.chunks):
                 strand.budget.spend(self._network.clock.monotonic())
@@ -246,12 +247,18 @@ class Lane:
         else:
             strand.budget.spend(self._network.clock.monotonic())
 
-    async def _take_chunk(self, strand: _Strand, stream: Stream, index: int) -> None:
+    async def _take_chunk(self, strand: _Strand, stream: Stream, reply: Chunk) -> None:
+        index = reply.index
         if index not in strand.asked:
             raise ProtocolError(f"{self.source} sent chunk {index}, which it was not asked for")
         strand.asked.discard(index)
         start, end = self._manifest.chunk_span(index)
-        data = await _read_body(stream, end - start, self._limits)
+        if reply.coded and reply.coded >= end - start:
+            raise ProtocolError(f"{self.source} sent chunk {index} coded in more bytes than it has")
+        data = await _read_body(stream, reply.coded or end - start, self._limits)
+        if reply.coded:
+            self._cap.give_back(end - start - reply.coded)
+            data = decode(data, end - start)
         if blake3(data).digest() != self._manifest.chunk_digest(index):
             raise ChunkError(
                 f"{self.source} sent bytes for chunk {index} of version {self._manifest.version} "

@@ -7,6 +7,7 @@ map is one to one, whatever the bits. All arithmetic is modulo the word, so noth
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,7 +40,15 @@ _BITMAP_FROM = 4
 _MORE = 255
 """The byte of a gap that goes on: 255 unchanged words, and the rest follows."""
 
-_compressor = zstandard.ZstdCompressor(level=1, write_checksum=False)
+
+class _Compressors(threading.local):
+    """One a thread: zstandard's must not be shared."""
+
+    def __init__(self) -> None:
+        self.mine = zstandard.ZstdCompressor(level=1, write_checksum=False)
+
+
+_compressors = _Compressors()
 
 
 class Kind(NamedTuple):
@@ -358,7 +367,7 @@ def _join(planes: list[Bytes], size: int, kind: Kind) -> Words:
 
 def pack(raw: Bytes) -> bytes:
     """Bytes with their stored length in front: one zstd frame, or as they are where that is no longer."""
-    frame = _compressor.compress(raw.data) if raw.size else b""
+    frame = _compressors.mine.compress(raw.data) if raw.size else b""
     stored = frame if len(frame) < raw.size else raw.tobytes()
     return len(stored).to_bytes(4, "little") + stored
 

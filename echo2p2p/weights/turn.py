@@ -61,6 +61,13 @@ class Turn:
             if left := len(view) - start - len(piece):
                 taken(left)
 
+    def shrink(self, nbytes: int) -> None:
+        """So many bytes fewer are to be sent; before the first is."""
+        if self._cap.capped:
+            self._ends_s -= self._cap.seconds(nbytes)
+            self._cap.give_back(nbytes)
+        self._unused -= nbytes
+
     def _until(self, left: int) -> float:
         """Seconds until ``left`` bytes of the turn are to be sent; 0 for a time that is past."""
         wait_s = self._ends_s - min(_MAX_TURN_S, self._cap.seconds(left)) - self._clock.monotonic()

@@ -62,10 +62,14 @@ class Body(msgspec.Struct, frozen=True, tag="body"):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """The bytes of chunk ``index`` follow; the manifest says how many. ``n_ready`` more are ready to be sent."""
+    """The bytes of chunk ``index`` follow; the manifest says how many. ``n_ready`` more are ready to be sent.
+
+    If ``coded`` is not 0, so many bytes follow that are :func:`~echo2p2p.weights.coding.encode`'s for that chunk.
+    """
 
     index: Annotated[int, Meta(ge=0, lt=2**24)]
     n_ready: Annotated[int, Meta(ge=0, le=MAX_WANTS)] = 0
+    coded: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
 
 class Missing(msgspec.Struct, frozen=True, tag="missing"):
