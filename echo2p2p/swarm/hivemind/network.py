@@ -28,7 +28,7 @@ from echo2p2p.swarm.hivemind.control import (
     with_port,
 )
 from echo2p2p.swarm.hivemind.daemon import NodeFolder
-from echo2p2p.swarm.hivemind.node import Node, NodeLimits, NodeSettings
+from echo2p2p.swarm.hivemind.node import Answer, Node, NodeLimits, NodeSettings
 from echo2p2p.swarm.hivemind.streams import IncomingStreams, SocketStream
 from echo2p2p.swarm.hivemind.table import Admission, Entry, RecordTable, key_id
 from echo2p2p.swarm.hivemind.validation import keep_newest
@@ -256,6 +256,26 @@ class HivemindNetwork:
 
     async def peers(self) -> list[PeerInfo]:
         return await self._up().control.peers()
+
+    async def ping(self, address: str, *, timeout_s: float) -> Answer:
+        """Connect to one peer of the table by its address and ask it for its clock; for those who look for faults.
+
+        The round trip is that of the first request after the connection stands; a peer asks back whether it can reach
+        this node meanwhile, unless this node is in client mode.
+
+        Raises:
+            SettingsError: the address is malformed.
+            PeerUnreachable: it does not answer within ``timeout_s``, or is no node of the table.
+        """
+        node, ((peer, addresses),) = self._up(), by_peer([checked_peer(address)]).items()
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers, failures = await node.reach({peer: addresses})
+        except TimeoutError:
+            raise PeerUnreachable(f"no answer within {timeout_s:g} s") from None
+        if not answers:
+            raise PeerUnreachable(failures[peer])
+        return answers[0]
 
     def addresses(self) -> list[str]:
         return [f"{address}/p2p/{self.peer_id}" for address in self._visible]
