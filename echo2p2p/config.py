@@ -308,7 +308,9 @@ Layer = tuple[str, dict[str, Any]]
 """Where settings come from, for people, and the tree of those that come from there."""
 
 
-def layers(files: Sequence[Path] = (), overrides: Sequence[str] = (), options: Sequence[str] = ()) -> list[Layer]:
+def layers(
+    files: Sequence[Path] = (), overrides: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[Layer]:
     """What is laid over the defaults, in order: ``files``, the environment, ``overrides`` (``--set``), ``options``.
 
     Args:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -40,7 +41,7 @@ async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[
         tell(finding)
 
     for name, check in _quick(settings).items():
-        note(await asyncio.to_thread(_within, name, check))
+        note(await asyncio.to_thread(within, name, check))
     order = Order(
         str(settings.policy.path or SEED_POLICY),
         settings.worker.device,
@@ -53,7 +54,9 @@ async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[
     if not settings.swarm.initial_peers:
         note(
             warning(
-                "bootstrap peers", "none was named, so none was tried", "--initial-peers, as you were given it"
+                "bootstrap peers",
+                "none was named, so none was tried",
+                "--initial-peers, as you were given it",
             )
         )
     return found
@@ -67,7 +70,7 @@ def _quick(settings: Settings) -> dict[str, Callable[[], Finding]]:
         "packages": machine.packages,
         "memory": lambda: machine.memory(nbytes),
         "disk": lambda: machine.disk(
-            settings.run_dir or machine.Path("runs"),
+            settings.run_dir or Path("runs"),
             policy_bytes=nbytes,
             keep_versions=weights.keep_versions,
             max_store_bytes=weights.max_store_gib * 2**30,
@@ -78,7 +81,7 @@ def _quick(settings: Settings) -> dict[str, Callable[[], Finding]]:
     }
 
 
-def _within(name: str, check: Callable[[], Finding], deadline_s: float = QUICK_S) -> Finding:
+def within(name: str, check: Callable[[], Finding], deadline_s: float = QUICK_S) -> Finding:
     """``check()``, or a failure once ``deadline_s`` is over: a disk that hangs must not hang the doctor."""
     answers: list[Finding] = []
     thread = threading.Thread(target=lambda: answers.append(check()), daemon=True)

@@ -78,7 +78,9 @@ def memory(policy_bytes: int) -> Finding:
     free = psutil.virtual_memory().available
     says = f"{human_bytes(free)} of memory free"
     if free < 2 * policy_bytes:
-        return warning("memory", f"{says}, the policy has {human_bytes(policy_bytes)}", "free twice the policy")
+        return warning(
+            "memory", f"{says}, the policy has {human_bytes(policy_bytes)}", "free twice the policy"
+        )
     return ok("memory", says)
 
 
@@ -89,9 +91,7 @@ def disk(folder: Path, *, policy_bytes: int, keep_versions: int, max_store_bytes
         with TemporaryFile(dir=place):
             free = shutil.disk_usage(place).free
     except OSError as error:
-        return failure(
-            "disk", f"{place} cannot be written to: {error.strerror}", "name another --run-dir", 3
-        )
+        return failure("disk", f"{place} cannot be written to: {error.strerror}", "name another --run-dir", 3)
     needed = max(LEAST_FREE_BYTES, (keep_versions + 1) * policy_bytes)
     says = f"{human_bytes(free)} free in {place}; {keep_versions + 1} versions need {human_bytes(needed)}"
     if free < needed:

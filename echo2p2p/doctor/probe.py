@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from echo2p2p.doctor.finding import Finding, failure, ok, warning
-from echo2p2p.errors import Echo2p2pError, PeerUnreachable, ResourceError, SwarmError
-from echo2p2p.telemetry.text import human_bytes
+from echo2p2p.errors import Echo2p2pError, JoinError, PeerUnreachable, ResourceError, SwarmError
+from echo2p2p.telemetry.text import human_bytes, short_peer
 
 if TYPE_CHECKING:
     from echo2p2p.swarm.hivemind import HivemindNetwork
@@ -63,7 +63,9 @@ def policy(order: Order) -> None:
     say(_gpu(device))
     started = time.monotonic()
     try:
-        tokens, took_s = asyncio.run(_generate(Path(order.policy), device))
+        folder = Path(order.policy)
+        weights = any(folder.glob("*.safetensors"))
+        tokens, took_s = asyncio.run(_generate(folder, device, weights=weights))
     except ResourceError as error:
         say(failure("engine", error.message, "a smaller policy, or a GPU with more memory", error.exit_code))
     except Echo2p2pError as error:
@@ -93,8 +95,12 @@ def _gpu(device: str) -> Finding:
     return ok("gpu", "none; this machine works on its CPU")
 
 
-async def _generate(folder: Path, device: str) -> tuple[int, float]:
-    """Tokens that were generated from the weights in ``folder``, and the seconds that took."""
+async def _generate(folder: Path, device: str, *, weights: bool) -> tuple[int, float]:
+    """Tokens that were generated with the policy in ``folder``, and the seconds that took.
+
+    Args:
+        weights: take those in the folder; otherwise the architecture's own.
+    """
     from echo2p2p.data.policy import build_model
     from echo2p2p.data.trajectory import Sampling
     from echo2p2p.rollout.installed_weights import memory_errors
@@ -102,8 +108,9 @@ async def _generate(folder: Path, device: str) -> tuple[int, float]:
     from echo2p2p.weights.snapshot import from_state_dict
 
     with memory_errors("building the engine"):
-        weights = any(folder.glob("*.safetensors"))
-        snapshot = from_state_dict(build_model(folder, dtype=None, device="cpu", weights=weights).state_dict())
+        snapshot = from_state_dict(
+            build_model(folder, dtype=None, device="cpu", weights=weights).state_dict()
+        )
         engine = TransformersEngine(folder, device=device)
     try:
         await engine.install(snapshot, 0)
@@ -134,28 +141,32 @@ async def network(order: Order) -> None:
                 startup_timeout_s=START_S,
             )
         except Echo2p2pError as error:
-            say(failure("p2pd", error.message, error.hint or "see whether p2pd may run here", error.exit_code))
+            say(
+                failure("p2pd", error.message, error.hint or "see whether p2pd may run here", error.exit_code)
+            )
             return
         try:
             took_s = time.monotonic() - started
             say(ok("p2pd", f"starts in {took_s:.1f} s and answers on {len(node.addresses())} addresses"))
+            # One line a peer: once it is connected, its other addresses are not dialled any more.
+            by_peer: dict[str, list[str]] = {}
             for address in order.initial_peers:
-                say(await _ping(node, address))
+                by_peer.setdefault(address.rpartition("/")[2], []).append(address)
+            for addresses in by_peer.values():
+                say(await _ping(node, addresses))
             say(await _loopback(node, Path(folder) / "b"))
         finally:
             await node.close()
 
 
-async def _ping(node: HivemindNetwork, address: str) -> Finding:
-    from echo2p2p.errors import JoinError
-
-    check = f"bootstrap peer …{address[-6:]}"
+async def _ping(node: HivemindNetwork, addresses: list[str]) -> Finding:
+    check = f"bootstrap peer {short_peer(addresses[0].rpartition('/')[2])}"
     try:
-        answer = await node.ping(address, timeout_s=PING_S)
+        answer = await node.ping(addresses, timeout_s=PING_S)
     except PeerUnreachable as error:
         return failure(
             check,
-            f"{address} does not answer: {error.message}",
+            f"{' and '.join(addresses)}: {error.message}",
             "is it running, is the address right, does a firewall drop outgoing TCP?",
             JoinError.exit_code,
         )
@@ -196,10 +207,14 @@ async def _loopback(node: HivemindNetwork, identity: Path) -> Finding:
                 await other.close()
     except (SwarmError, TimeoutError) as error:
         why = str(error) or f"not within {START_S + LOOPBACK_S:g} s"
-        return failure("loopback", f"two nodes on this machine do not reach each other: {why}", "a firewall?", 4)
+        return failure(
+            "loopback", f"two nodes on this machine do not reach each other: {why}", "a firewall?", 4
+        )
     says = f"{mbit:,.0f} Mbit/s through two daemons on this machine"
     if mbit < SLOW_MBIT:
-        return warning("loopback", says, "weights will not come faster; is something else using the processor?")
+        return warning(
+            "loopback", says, "weights will not come faster; is something else using the processor?"
+        )
     return ok("loopback", says)
 
 

@@ -31,7 +31,8 @@ body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1rem 3rem; background: 
   color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: .95rem; margin: 0 0 .6rem; }
-p { margin: .2rem 0; overflow-wrap: anywhere; } .muted { color: var(--muted); } small { color: var(--muted); font-size: .8rem; }
+p { margin: .2rem 0; overflow-wrap: anywhere; }
+.muted { color: var(--muted); } small { color: var(--muted); font-size: .8rem; }
 .grid { display: grid; gap: .8rem; margin-top: .8rem; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(max(10rem, 23%), 1fr)); }
 .panels { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }

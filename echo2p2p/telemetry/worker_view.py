@@ -22,7 +22,7 @@ class WorkerView:
     """A context manager that prints what ``log`` says until it is left.
 
     What has not changed is not said again: a learner that stays away is told of after one minute, two, four, up to an
-    hour, and the worker's own state only when it is another one, or after the session has changed.
+    hour, and the worker's own state only when it is another one, or in a new session.
 
     Args:
         stream: where to; stderr if None.
@@ -67,7 +67,8 @@ class WorkerView:
             return
         elif kind == "session":
             self._repeat_s = FIRST_REPEAT_S
-            self._told.pop("state", None)
+            if said == "open":
+                self._told.pop("state", None)
         self._shown_at[kind] = now
         self._told[kind] = said
         print(f"{time.strftime('%H:%M:%S')} {line}", file=self._stream, flush=True)

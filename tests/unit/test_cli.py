@@ -112,7 +112,9 @@ def test_dry_run_shows_every_value_with_its_source_and_starts_nothing(tmp_path):
     assert "# kappa is not set: publish every κ steps; empty: max(1, S − 1)" in done.stdout
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(done.stdout)
-    expected = load([file], ["learner.staleness=7", "learner.steps=12", f'swarm.initial_peers=["{PEER}","{PEER}"]'])
+    expected = load(
+        [file], ["learner.staleness=7", "learner.steps=12", f'swarm.initial_peers=["{PEER}","{PEER}"]']
+    )
     assert load([resolved]) == expected
     assert {path.name for path in tmp_path.iterdir()} == {"one.toml", "resolved.toml"}
 

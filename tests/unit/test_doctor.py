@@ -8,8 +8,7 @@ from importlib import metadata
 import pytest
 
 from echo2p2p.doctor import machine
-from echo2p2p.doctor.examine import exit_code, in_child
-from echo2p2p.doctor.examine import _within as within
+from echo2p2p.doctor.examine import exit_code, in_child, within
 from echo2p2p.doctor.finding import failure, ok, warning
 from echo2p2p.doctor.probe import Order
 

@@ -257,24 +257,27 @@ class HivemindNetwork:
     async def peers(self) -> list[PeerInfo]:
         return await self._up().control.peers()
 
-    async def ping(self, address: str, *, timeout_s: float) -> Answer:
-        """Connect to one peer of the table by its address and ask it for its clock; for those who look for faults.
+    async def ping(self, addresses: Sequence[str], *, timeout_s: float) -> Answer:
+        """Connect to one peer of the table and ask it for its clock; for those who look for faults.
 
-        The round trip is that of the first request after the connection stands; a peer asks back whether it can reach
-        this node meanwhile, unless this node is in client mode.
+        The round trip is that of the first request after the connection stands. Unless this node is in client mode,
+        the peer sees meanwhile whether it can reach this node.
+
+        Args:
+            addresses: all of one peer, each ending in ``/p2p/<peer id>``.
 
         Raises:
-            SettingsError: the address is malformed.
+            SettingsError: an address is malformed.
             PeerUnreachable: it does not answer within ``timeout_s``, or is no node of the table.
         """
-        node, ((peer, addresses),) = self._up(), by_peer([checked_peer(address)]).items()
+        node, grouped = self._up(), by_peer([checked_peer(address) for address in addresses])
         try:
             async with asyncio.timeout(timeout_s):
-                answers, failures = await node.reach({peer: addresses})
+                answers, failures = await node.reach(grouped)
         except TimeoutError:
             raise PeerUnreachable(f"no answer within {timeout_s:g} s") from None
         if not answers:
-            raise PeerUnreachable(failures[peer])
+            raise PeerUnreachable("; ".join(failures.values()))
         return answers[0]
 
     def addresses(self) -> list[str]:
