@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from echo2p2p.cli.main import COMMANDS, LazyGroup, cli, main
 from echo2p2p.config import load
 
+ROOT = Path(__file__).parents[2]
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLYdTyB4sXWDgi2bL1bf3619zA4W1rpf8Fp2qnCzAbYLP"
 PRICES = "worker,price_per_hour,rollouts_per_s,count\nrtx5090,0.35,0.2,20\na100,3.06,1.0,2\n"
 
@@ -117,6 +119,24 @@ def test_dry_run_shows_every_value_with_its_source_and_starts_nothing(tmp_path):
     )
     assert load([resolved]) == expected
     assert {path.name for path in tmp_path.iterdir()} == {"one.toml", "resolved.toml"}
+
+
+def shipped_lines():
+    unit = (ROOT / "bootstrap/echo2p2p-bootstrap.service").read_text()
+    compose = (ROOT / "bootstrap/compose.yaml").read_text()
+    yield re.search(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)[1]
+    folded = re.search(r"command: >\n((?:      .*\n)+)", compose)[1]
+    yield re.sub(r"\$\{ANNOUNCE:.*?\}", "/ip4/203.0.113.7/tcp/31337", folded)
+
+
+@pytest.mark.parametrize("line", shipped_lines(), ids=["systemd", "compose"])
+def test_the_shipped_bootstrap_lines_are_right(line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", *line.split(), "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 0, told.err
+    assert "/tcp/31337" in told.out
 
 
 @pytest.mark.parametrize(
