@@ -129,7 +129,7 @@ def shipped_lines():
     yield re.sub(r"\$\{ANNOUNCE:.*?\}", "/ip4/203.0.113.7/tcp/31337", folded)
 
 
-@pytest.mark.parametrize("line", shipped_lines(), ids=["systemd", "compose"])
+@pytest.mark.parametrize("line", list(shipped_lines()), ids=["systemd", "compose"])
 def test_the_shipped_bootstrap_lines_are_right(line, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["echo2p2p", *line.split(), "--dry-run"])
     with pytest.raises(SystemExit) as ended:
