@@ -304,23 +304,50 @@ class Settings(BaseSettings):
         return (init_settings,)  # load() layers the environment itself, between files and overrides
 
 
-def load(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Settings:
-    """Read and layer settings: defaults, then ``files`` in order, then the environment, then ``overrides``.
+Layer = tuple[str, dict[str, Any]]
+"""Where settings come from, for people, and the tree of those that come from there."""
+
+
+def layers(
+    files: Sequence[Path] = (), overrides: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[Layer]:
+    """What is laid over the defaults, in order: ``files``, the environment, ``overrides`` (``--set``), ``options``.
 
     Args:
         files: TOML files.
         overrides: ``section.key=value``; the value is TOML, or plain text where that does not parse.
+        options: the same, from options of a command that stand for settings.
 
     Raises:
-        SettingsError: a file cannot be read, a key is unknown, or a value is out of bounds; the message names
-            the key, the value and what is allowed.
+        SettingsError: a file cannot be read, or an override is malformed.
+    """
+    return [
+        *((str(file), read_toml(file)) for file in files),
+        ("environment", EnvSettingsSource(Settings)()),
+        *(("--set", parse_override(override)) for override in overrides),
+        *(("command line", parse_override(option)) for option in options),
+    ]
+
+
+def load(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Settings:
+    """Read and layer settings: defaults, then ``files`` in order, then the environment, then ``overrides``.
+
+    Raises:
+        SettingsError: as :func:`layers` and :func:`merge`.
+    """
+    return merge(layers(files, overrides))
+
+
+def merge(layered: Sequence[Layer]) -> Settings:
+    """The settings that result.
+
+    Raises:
+        SettingsError: a key is unknown, or a value is out of bounds; the message names the key, the value and what
+            is allowed.
     """
     tree: dict[str, Any] = {}
-    for file in files:
-        tree = _merge(tree, read_toml(file))
-    tree = _merge(tree, EnvSettingsSource(Settings)())
-    for override in overrides:
-        tree = _merge(tree, parse_override(override))
+    for _, layer in layered:
+        tree = _merge(tree, layer)
     try:
         return Settings(**tree)
     except ValidationError as error:

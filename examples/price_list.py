@@ -15,10 +15,12 @@ def main():
     market += [Candidate(f"a100-{n}", price_per_hour=3.06, mu=0.9) for n in range(4)]
     for staleness in (2, 3, 4, 6):
         chosen = plan(Inputs(2048, 1600, T_BCAST_S, staleness, gamma=1.1), market)
-        verdict = "fine" if chosen.feasible else chosen.why
+        if not chosen.feasible:
+            print(f"S = {staleness}: cannot keep the learner busy: {chosen.why}")
+            continue
         print(
             f"S = {staleness}: {len(chosen.workers):2} workers, ${chosen.price_per_hour:5.2f}/h, "
-            f"${chosen.price_per_step:.2f}/step, staleness ≤ {chosen.delta_cons}: {verdict}"
+            f"${chosen.price_per_step:.2f}/step, staleness ≤ {chosen.delta_cons}"
         )
 
 

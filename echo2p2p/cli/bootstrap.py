@@ -7,7 +7,7 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.cli.options import print_settings, resolve, settings_options, swarm_options
+from echo2p2p.cli.options import print_settings, resolve_layers, settings_options, swarm_options
 
 
 @click.command("bootstrap")
@@ -32,9 +32,9 @@ def command(
 
         echo2p2p bootstrap --host-maddrs /ip4/0.0.0.0/tcp/31337
     """
-    settings = resolve(files, overrides, swarm, **{"": {"run_dir": run_dir}})
+    settings, layered = resolve_layers(files, overrides, swarm, **{"": {"run_dir": run_dir}})
     if dry_run:
-        print_settings(settings)
+        print_settings(settings, layered)
         return
     from echo2p2p.cli.run import join_line, run_role, setup_logging
     from echo2p2p.roles import run_bootstrap

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import rich_click as click
 
-from echo2p2p.cli.options import json_option, resolve, swarm_options
+from echo2p2p.cli.options import checked_run, json_option, resolve, swarm_options
 from echo2p2p.cli.table import print_json, print_table
 from echo2p2p.errors import Echo2p2pError, SwarmError
 
@@ -34,7 +34,11 @@ def look_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
-        "--run", "run", metavar="NAME@LEARNER", help="The run; may be left out where the swarm has only one."
+        "--run",
+        "run",
+        callback=checked_run,
+        metavar="NAME@LEARNER",
+        help="The run; may be left out where the swarm has only one.",
     )(command)
 
 
@@ -124,6 +128,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
                 row.get("download_mbit"),
                 row.get("tokens_per_s") or None,
                 mu,
+                row.get("mu_source") or None,
                 rho,
                 row.get("version"),
                 row.get("accepted"),
@@ -140,6 +145,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
             "down Mbit/s",
             "tokens/s",
             "μ/s",
+            "μ is",
             "ρ $/1k",
             "version",
             "accepted",

@@ -7,7 +7,7 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.cli.options import print_settings, resolve, settings_options, swarm_options
+from echo2p2p.cli.options import print_settings, resolve_layers, settings_options, swarm_options
 
 
 def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
@@ -21,7 +21,9 @@ def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | N
 @swarm_options
 @click.option("--name", help="Name of the run; it becomes NAME@LEARNER_PEER_ID.")
 @click.option(
-    "--policy", type=click.Path(file_okay=False, path_type=Path), help="Hugging Face folder to start from."
+    "--policy",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Hugging Face folder to start from.",
 )
 @click.option("--steps", type=int, help="Training steps.")
 @click.option(
@@ -50,7 +52,7 @@ def command(
     Publishes versions, leases prompts to the cheapest workers that keep it busy, and trains only on what is
     inside the staleness window. Stopped with Ctrl-C, it writes a checkpoint; --resume latest goes on from it.
     """
-    settings = resolve(
+    settings, layered = resolve_layers(
         files,
         overrides,
         swarm,
@@ -59,7 +61,7 @@ def command(
         **{"": {"name": name, "run_dir": run_dir}},
     )
     if dry_run:
-        print_settings(settings)
+        print_settings(settings, layered)
         return
     import os
     import sys

@@ -12,6 +12,7 @@ from echo2p2p._version import __version__
 from echo2p2p.errors import Echo2p2pError
 
 COMMANDS: dict[str, str] = {
+    "doctor": "Can this machine take part? Checks what a run needs.",
     "bootstrap": "Run a bootstrap peer: the well-known door of a swarm.",
     "learner": "Train a policy with rollouts from the swarm.",
     "worker": "Roll out for a learner, for a price.",

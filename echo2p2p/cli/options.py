@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import rich_click as click
 
-from echo2p2p.config import Settings, load, to_toml
+from echo2p2p.config import Layer, Settings, SwarmSettings, layers, merge
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,7 +77,7 @@ def settings_options(command: F) -> F:
                 "-c",
                 "files",
                 multiple=True,
-                type=click.Path(dir_okay=False, path_type=Path),
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
                 help="Settings (TOML). Repeatable; later files win.",
             ),
             click.option(
@@ -111,24 +111,68 @@ def resolve(
         sections: further settings from a command's own options, by section.
 
     Raises:
-        SettingsError: as :func:`echo2p2p.config.load`.
+        SettingsError: as :func:`echo2p2p.config.load`, or an address is malformed.
     """
-    given = list(overrides)
+    return resolve_layers(files, overrides, swarm, **sections)[0]
+
+
+def resolve_layers(
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    swarm: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
+) -> tuple[Settings, list[Layer]]:
+    """:func:`resolve`, with what the settings were merged from, for :func:`print_settings`."""
+    options = []
     sections = {"swarm": {key: (swarm or {}).get(key) for key in _SWARM_KEYS}, **sections}
     for section, values in sections.items():
         for key, raw in values.items():
             if raw is None or raw == ():
                 continue
             value = [p for item in raw for p in item.split(",") if p] if isinstance(raw, tuple) else raw
-            given.append(
+            options.append(
                 f"{section}.{key}={_toml_value(value)}" if section else f"{key}={_toml_value(value)}"
             )
-    return load(files, given)
+    layered = layers(files, overrides, options)
+    settings = merge(layered)
+    _check_addresses(settings)
+    return settings, layered
 
 
-def print_settings(settings: Settings) -> None:
-    """The answer to ``--dry-run``."""
-    click.echo(to_toml(settings), nl=False)
+def _check_addresses(settings: Settings) -> None:
+    """Before anything is loaded or started. Raises SettingsError."""
+    swarm = settings.swarm
+    if swarm == SwarmSettings():
+        return  # to check them is to import hivemind, which takes seconds
+    from echo2p2p.swarm.hivemind.control import checked_maddr, checked_peer
+
+    for address in swarm.initial_peers:
+        checked_peer(address)
+    for address in swarm.host_maddrs:
+        checked_maddr(address, "host")
+    for address in swarm.announce_maddrs:
+        checked_maddr(address, "announce")
+
+
+def checked_run(_: click.Context, __: click.Parameter, run: str | None) -> str | None:
+    """The callback of ``--run``: refuses what is not NAME@LEARNER."""
+    if run is None:
+        return None
+    from echo2p2p.errors import RecordError
+    from echo2p2p.swarm.records import Keys
+
+    try:
+        Keys(run)
+    except RecordError as error:
+        raise click.BadParameter(str(error)) from None
+    return run
+
+
+def print_settings(settings: Settings, layered: Sequence[Layer]) -> None:
+    """The answer to ``--dry-run``: every value in force, with its source."""
+    from echo2p2p.explained import explain
+
+    click.echo(explain(settings, layered), nl=False)
 
 
 def _toml_value(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.cli.options import json_option, swarm_options
+from echo2p2p.cli.options import checked_run, json_option, swarm_options
 from echo2p2p.cli.table import print_json, print_table
 from echo2p2p.errors import SettingsError
 from echo2p2p.provisioning.activation import Candidate
@@ -44,7 +44,10 @@ MAX_CSV_BYTES = 16 * 2**20
 @click.option("--gamma", type=click.FloatRange(1), default=1.1, show_default=True, help="Safety factor.")
 @click.option("--price-cap", type=click.FloatRange(0, min_open=True), help="$/h that is never exceeded.")
 @click.option(
-    "--run", metavar="NAME@LEARNER", help="Instead of PRICES: the workers of a run, as its learner sees them."
+    "--run",
+    callback=checked_run,
+    metavar="NAME@LEARNER",
+    help="Instead of PRICES: the workers of a run, as its learner sees them.",
 )
 @click.option(
     "--timeout", "timeout_s", default=15.0, show_default=True, help="Seconds for each answer of the swarm."
@@ -94,28 +97,31 @@ def command(
     if as_json:
         print_json({"plan": _facts(chosen), "by_staleness": [_facts(other) for other in others]})
         return
-    print_table(["", ""], [[key.replace("_", " "), value] for key, value in _facts(chosen).items()], empty="")
+    facts = {key: value for key, value in _facts(chosen).items() if key != "why" or value}
+    print_table(["", ""], [[key.replace("_", " "), value] for key, value in facts.items()], empty="")
     click.echo()
     print_table(
-        ["S", "κ", "feasible", "μ_min/s", "workers", "$/h", "$/step", "Δ_cons"],
+        ["S", "κ", "feasible", "μ_min/s", "workers", "$/h", "$/step", "Δ_cons", "why not"],
         [
             [
-                p.inputs.staleness,
-                p.kappa,
-                "yes" if p.feasible else "no",
-                p.mu_min,
-                len(p.workers),
-                p.price_per_hour,
-                p.price_per_step,
-                p.delta_cons,
+                row["staleness"],
+                row["kappa"],
+                "yes" if row["feasible"] else "no",
+                row["mu_min"],
+                len(row["workers"]) if row["feasible"] else None,
+                row["price_per_hour"],
+                row["price_per_step"],
+                row["predicted_staleness"],
+                row["why"],
             ]
-            for p in others
+            for row in map(_facts, others)
         ],
         empty="",
     )
 
 
 def _facts(result: Plan) -> dict[str, Any]:
+    """A plan for people and programs. One that is not feasible has no price: nobody can buy it."""
     return {
         "staleness": result.inputs.staleness,
         "kappa": result.kappa,
@@ -125,9 +131,9 @@ def _facts(result: Plan) -> dict[str, Any]:
         "mu_target": None if result.mu_target == float("inf") else result.mu_target,
         "mu_pool": result.mu_pool,
         "workers": [worker.peer for worker in result.workers],
-        "price_per_hour": result.price_per_hour,
-        "price_per_step": result.price_per_step,
-        "predicted_staleness": result.delta_cons,
+        "price_per_hour": result.price_per_hour if result.feasible else None,
+        "price_per_step": result.price_per_step if result.feasible else None,
+        "predicted_staleness": result.delta_cons if result.feasible else None,
     }
 
 

@@ -61,6 +61,10 @@ def command(
     if not verbose:
         # Peers that are lost are what a scenario is about, not news.
         logging.getLogger("echo2p2p").setLevel(logging.CRITICAL)
+    if scenario not in shipped_scenarios() and not Path(scenario).is_file():
+        raise click.UsageError(
+            f"there is no scenario or file {scenario!r}; shipped ones: {', '.join(shipped_scenarios())}"
+        )
     chosen = load_scenario(scenario)
     if seed is not None:
         chosen = chosen.model_copy(update={"seed": seed})

@@ -7,7 +7,7 @@ from typing import Any
 
 import rich_click as click
 
-from echo2p2p.cli.options import print_settings, resolve, settings_options, swarm_options
+from echo2p2p.cli.options import checked_run, print_settings, resolve_layers, settings_options, swarm_options
 
 
 @click.command("worker")
@@ -17,6 +17,7 @@ from echo2p2p.cli.options import print_settings, resolve, settings_options, swar
     "--run",
     "run",
     required=True,
+    callback=checked_run,
     metavar="NAME@LEARNER",
     help="The run to work for, as its learner prints it.",
 )
@@ -50,7 +51,7 @@ def command(
     Needs nothing but the line that the learner printed: policy, tokenizer and weights come over the swarm.
     A worker waits on standby, unpaid, until it is among the cheapest that the learner needs.
     """
-    settings = resolve(
+    settings, layered = resolve_layers(
         files,
         overrides,
         swarm,
@@ -66,21 +67,15 @@ def command(
         **{"": {"run_dir": run_dir}},
     )
     if dry_run:
-        print_settings(settings)
+        print_settings(settings, layered)
         return
     from echo2p2p.cli.run import run_role, setup_logging
-    from echo2p2p.errors import RecordError
     from echo2p2p.roles import run_worker
     from echo2p2p.rundir import RunDir
-    from echo2p2p.swarm.records import Keys
     from echo2p2p.telemetry.worker_view import WorkerView
 
     if not settings.swarm.initial_peers:
         raise click.UsageError("--initial-peers is needed: the line that the learner printed has it")
-    try:
-        Keys(run)
-    except RecordError as error:
-        raise click.UsageError(str(error)) from None
     setup_logging(verbose)
     stem = Path("runs") / f"{run.partition('@')[0]}-worker"
     place = RunDir.open(settings.run_dir) if settings.run_dir else RunDir.first_free(stem)

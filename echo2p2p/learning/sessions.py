@@ -182,6 +182,13 @@ class Session:
         """Rollouts a second: as measured, or as announced until something has been."""
         return self.rate.per_s if self.rate is not None else self._announced(mean_tokens)
 
+    @property
+    def mu_source(self) -> str:
+        """Where :meth:`mu` comes from: measured, announced (the worker's word) or assumed (nobody's)."""
+        if self.rate is not None:
+            return "measured"
+        return "announced" if self.advert.tokens_per_s else "assumed"
+
     def candidate(self, mean_tokens: float, *, believable: float = math.inf) -> Candidate:
         """The worker as the activation sees it; of an announcement no more than ``believable`` counts."""
         mu = self.mu(mean_tokens)

@@ -21,8 +21,9 @@ MAX_WORKERS_LISTED = 10_000
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One worker as its learner sees it.
 
-    ``mu`` in rollouts a second; ``accepted`` and ``refused`` count groups in the present session; ``gone_s``
-    is how long ago it left, or None while it is there.
+    ``mu`` in rollouts a second; ``mu_source`` says how far to believe it: measured from what was delivered, or a
+    prior, announced by the worker or assumed by the learner. ``accepted`` and ``refused`` count groups in the
+    present session; ``gone_s`` is how long ago it left, or None while it is there.
     """
 
     peer: PeerId
@@ -33,6 +34,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     accepted: int
     refused: int
     gone_s: float | None = None
+    mu_source: str = ""
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -62,6 +64,7 @@ def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:
         session.price_per_hour,
         session.accepted,
         session.refused,
+        mu_source=session.mu_source,
     )
 
 

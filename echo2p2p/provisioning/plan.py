@@ -92,17 +92,19 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         t_bcast_s=inputs.t_bcast_s,
         mu_pool=mu_pool,
     )
-    within_cap = "" if math.isinf(inputs.price_cap_per_hour) else f" for ${inputs.price_cap_per_hour:g}/h"
     if impossible or kappa * inputs.t_train_s <= inputs.t_bcast_s:
         least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
         least_s = min_staleness(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
-        why = f"a broadcast takes too long; κ must be at least {least}, and S at least {least_s}"
+        why = (
+            f"a broadcast of {inputs.t_bcast_s:g} s takes too long for κ = {kappa} and S = {inputs.staleness}; "
+            f"κ must be at least {least}, and S at least {least_s}"
+        )
     elif math.isinf(needed):
         why = (
             f"with κ = {kappa} rollouts get older than S, however many workers there are; lower κ or raise S"
         )
     elif mu_pool < target * (1 - 1e-9):
-        why = f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min){within_cap}"
+        why = _too_few(inputs, candidates, mu_pool, target)
     else:
         why = ""
     price = sum(c.price_per_hour for c in chosen)
@@ -119,6 +121,22 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         price_per_step=price * _step_s(inputs, kappa, mu_pool) / 3600,
         delta_cons=delta,
     )
+
+
+def _too_few(inputs: Inputs, candidates: Sequence[Candidate], mu_pool: float, target: float) -> str:
+    """What is missing where the workers do not reach ``target``, and what to do about it."""
+    cap = inputs.price_cap_per_hour
+    within_cap = "" if math.isinf(cap) else f" for ${cap:g}/h"
+    short = (
+        f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min){within_cap}; "
+        f"{target - mu_pool:.4g} rollouts/s are missing"
+    )
+    if not math.isinf(cap):
+        uncapped = cheapest(candidates, target)
+        if sum(c.mu for c in uncapped) >= target * (1 - 1e-9):
+            needed = math.ceil(sum(c.price_per_hour for c in uncapped) * 100 - 1e-6) / 100
+            return f"{short}: raise the price cap to ${needed:.2f}/h, or raise S"
+    return f"{short}: add workers, raise S, or train slower (a larger T_train)"
 
 
 def _step_s(inputs: Inputs, kappa: int, mu_pool: float) -> float:

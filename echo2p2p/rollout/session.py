@@ -30,6 +30,7 @@ from echo2p2p.data.work import (
     Welcome,
 )
 from echo2p2p.errors import Echo2p2pError, IncompatibleVersion, ProtocolError, SettingsError, TurnedAway
+from echo2p2p.rollout.refusals import Refusals
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.swarm.records import Keys, ManifestRecord, check_live
@@ -96,6 +97,7 @@ class LearnerSession:
         self._retry_s = FIRST_RETRY_S
         self._task: TaskSpec | None = None
         self._verdicts: Counter[str] = Counter()
+        self._refusals = Refusals()
         self._held_back: list[Submit] | None = None
 
     @property
@@ -255,8 +257,8 @@ class LearnerSession:
     def _settle(self, verdict: Verdict) -> None:
         self._unanswered.pop((verdict.lease, verdict.index), None)
         self._verdicts[verdict.reason or ACCEPTED] += 1
-        if verdict.reason:
-            log.warning("a group was refused: %s", verdict.reason)
+        if verdict.reason and (line := self._refusals.add(verdict.reason, self._network.clock.monotonic())):
+            log.warning("%s", line)
 
     async def _write(self, stream: Stream) -> None:
         while True:
@@ -266,6 +268,8 @@ class LearnerSession:
     async def _beat(self, period_s: float) -> None:
         while True:
             self.tell(Beat(self._owner.version, self._owner.queued))
+            if line := self._refusals.due(self._network.clock.monotonic()):
+                log.warning("%s", line)
             refused = {reason: n for reason, n in self._verdicts.items() if reason != ACCEPTED}
             self._events.emit("verdicts", accepted=self._verdicts[ACCEPTED], refused=refused)
             await asyncio.sleep(period_s)

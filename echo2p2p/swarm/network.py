@@ -14,7 +14,7 @@ Guarantees of both implementations:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,14 @@ class PeerInfo:
 
     peer: PeerId
     addresses: tuple[str, ...]
+
+
+def each_once(infos: Iterable[PeerInfo]) -> list[PeerInfo]:
+    """One entry a peer, with the addresses of all its connections, each once, in the order in which they came."""
+    addresses: dict[PeerId, dict[str, None]] = {}
+    for info in infos:
+        addresses.setdefault(info.peer, {}).update(dict.fromkeys(info.addresses))
+    return [PeerInfo(peer, tuple(known)) for peer, known in addresses.items()]
 
 
 class Network(Protocol):

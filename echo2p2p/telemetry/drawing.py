@@ -120,3 +120,30 @@ def byte_unit(largest: float) -> tuple[float, str]:
         if largest >= 1024**power:
             return float(1024**power), unit
     return 1.0, "B"
+
+
+def fit_text(text: Any, parts: Sequence[str], figure: Any, *, lines: int) -> None:
+    """Put ``parts`` into a text artist, separated by dots, in at most ``lines`` lines that end inside the figure.
+
+    Lines break between parts; what does not fit even so is cut off with ``~``.
+    """
+    renderer = figure.canvas.get_renderer()
+    room = figure.bbox.width * 0.984
+
+    def fits(line: str) -> bool:
+        text.set_text(line)
+        return bool(text.get_window_extent(renderer).width <= room)
+
+    shown: list[str] = []
+    for part in parts:
+        joined = f"{shown[-1]}   ·   {part}" if shown else part
+        if shown and (fits(joined) or len(shown) == lines):
+            shown[-1] = joined
+        else:
+            shown.append(part)
+    for row, line in enumerate(shown):
+        cut = len(line)
+        while cut > 1 and not fits(line[:cut] + "~" * (cut < len(line))):
+            cut -= 1
+        shown[row] = line[:cut] + "~" * (cut < len(line))
+    text.set_text("\n".join(shown))

@@ -31,12 +31,13 @@ body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1rem 3rem; background: 
   color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: .95rem; margin: 0 0 .6rem; }
-p { margin: .2rem 0; } .muted { color: var(--muted); } small { color: var(--muted); font-size: .8rem; }
+p { margin: .2rem 0; overflow-wrap: anywhere; }
+.muted { color: var(--muted); } small { color: var(--muted); font-size: .8rem; }
 .grid { display: grid; gap: .8rem; margin-top: .8rem; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(max(10rem, 23%), 1fr)); }
 .panels { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 .box { background: var(--paper); border: 1px solid var(--grid); border-radius: .6rem; padding: .8rem 1rem;
-  min-width: 0; }
+  min-width: 0; overflow-wrap: anywhere; }
 .box b { display: block; font-size: 1.45rem; line-height: 1.35; font-weight: 600; }
 .good b { color: var(--teal); } .bad b { color: var(--red); }
 .scroll { overflow-x: auto; } svg { display: block; width: 100%; height: auto; }

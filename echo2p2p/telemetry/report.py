@@ -58,7 +58,7 @@ def draw_figure(history: RunHistory) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from echo2p2p.telemetry.drawing import INK, MUTED, STYLE
+    from echo2p2p.telemetry.drawing import INK, MUTED, STYLE, fit_text
     from echo2p2p.telemetry.panels import PANELS, WIDE, panel_title
 
     columns = 3
@@ -72,10 +72,11 @@ def draw_figure(history: RunHistory) -> bytes:
             *last.subfigures(1, WIDE, wspace=0.02, width_ratios=[3, 2]),
         ]
         title = ascii_only(history.run, 130) or "unnamed run"
-        top.text(0.008, 0.62, title, fontsize=15, fontweight="bold", va="center")
+        head = top.text(0.008, 0.72, title, fontsize=15, fontweight="bold", va="center")
         figures = (f"{each.label}: {each.value}" for each in headline(history) if each.value != "–")
-        line = "   ·   ".join((status(history), *figures))
-        top.text(0.008, 0.2, line, fontsize=10, color=MUTED, va="center")
+        line = top.text(0.008, 0.24, "", fontsize=10, color=MUTED, va="center")
+        fit_text(head, [title], figure, lines=1)
+        fit_text(line, [status(history), *figures], figure, lines=2)
         for (name, draw), cell in zip(PANELS, cells, strict=True):
             cell.suptitle(
                 panel_title(name, history), x=0.03, ha="left", fontsize=11, fontweight="bold", color=INK

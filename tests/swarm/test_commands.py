@@ -109,6 +109,7 @@ def test_a_swarm_of_commands_survives_a_killed_worker_and_a_restarted_learner(co
     assert {w["state"] for w in listed} == {"active"}
     assert {w["price_per_hour"] for w in listed} == {0.1, 0.2}
     assert sum(w["accepted"] for w in listed) > 0
+    assert {w["mu_source"] for w in listed} <= {"measured", "assumed"}
     facts = commands.inspect("learner", *door)
     assert facts["run"] == run
     assert facts["workers"] == 2
@@ -117,7 +118,9 @@ def test_a_swarm_of_commands_survives_a_killed_worker_and_a_restarted_learner(co
     assert manifest["signature"] == "verified"
     assert set(manifest["members"]) <= {w["peer"] for w in listed}
     assert commands.inspect("record", "echo2p2p/1/runs", *door)[0]["body"]["run"] == run
-    assert len(commands.inspect("peers", *door)) >= 1
+    peers = [listed["peer"] for listed in commands.inspect("peers", *door)]
+    assert len(peers) >= 1
+    assert len(peers) == len(set(peers))
 
     # A worker is killed: training goes on, and whoever looks is told.
     joined = {e["worker"]: e["price_per_hour"] for e in commands.events("worker_joined")}

@@ -1,14 +1,20 @@
 """The command line as a person meets it: instant help, one-line errors, documented exit codes."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from echo2p2p.cli.main import COMMANDS, LazyGroup, cli
+from echo2p2p.cli.main import COMMANDS, LazyGroup, cli, main
+from echo2p2p.config import load
 
+ROOT = Path(__file__).parents[2]
+PEER = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLYdTyB4sXWDgi2bL1bf3619zA4W1rpf8Fp2qnCzAbYLP"
 PRICES = "worker,price_per_hour,rollouts_per_s,count\nrtx5090,0.35,0.2,20\na100,3.06,1.0,2\n"
 
 
@@ -24,7 +30,7 @@ def run(*arguments, timeout=60, **options):
 
 def test_the_commands_are_the_documented_ones():
     assert list(COMMANDS) == [
-        "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "export",
+        "doctor", "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "export",
     ]  # fmt: skip
     assert isinstance(cli, LazyGroup)
 
@@ -64,8 +70,21 @@ def test_a_plan_for_people_and_for_programs(tmp_path):
     assert "mu target" in run(*question).stdout
     assert [p["staleness"] for p in answer["by_staleness"]] == [1, 2, 3, 4, 5, 6]
     capped = json.loads(run(*question, "--price-cap", "2", "--json").stdout)["plan"]
-    assert capped["price_per_hour"] <= 2
+    assert 0.35 * len(capped["workers"]) <= 2
     assert not capped["feasible"]
+    assert capped["price_per_hour"] is None
+    assert "raise the price cap to $4.20/h" in capped["why"]
+
+
+def test_a_plan_that_is_not_feasible_shows_no_price_and_says_what_is_missing(tmp_path):
+    prices = tmp_path / "prices.csv"
+    prices.write_text(PRICES)
+    shown = run("plan", str(prices), "-R", "9999", "--t-train", "1600", "--t-bcast", "1312").stdout
+    rows = [line for line in shown.splitlines() if line[:1].isdigit()]
+    assert len(rows) == 6
+    assert all("must be at least" in row or "rollouts/s are missing" in row for row in rows)
+    assert "$" not in shown.replace("$/h", "").replace("$/step", "")
+    assert all(row.split()[5:7] == ["–", "–"] for row in rows)
 
 
 def test_a_bad_price_list_is_refused_by_line(tmp_path):
@@ -76,11 +95,48 @@ def test_a_bad_price_list_is_refused_by_line(tmp_path):
     assert "line 4" in done.stderr
 
 
-def test_dry_run_prints_the_settings_and_starts_nothing():
-    done = run("learner", "--dry-run", "--set", "learner.staleness=7", "--initial-peers", "/a/p2p/x,/b/p2p/y")
-    assert done.returncode == 0
-    assert "staleness = 7" in done.stdout
-    assert "/b/p2p/y" in done.stdout
+def test_dry_run_shows_every_value_with_its_source_and_starts_nothing(tmp_path):
+    file = tmp_path / "one.toml"
+    file.write_text("[learner]\nprompts_per_step = 9\n")
+    done = run(
+        *("learner", "-c", str(file), "--set", "learner.staleness=7", "--initial-peers", f"{PEER},{PEER}"),
+        "--dry-run",
+        env={**os.environ, "ECHO2P2P_LEARNER__STEPS": "12"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    comments = dict(re.findall(r"^([a-z_]+) = .*  # (.*)$", done.stdout, re.MULTILINE))
+    assert comments["prompts_per_step"] == str(file)
+    assert comments["staleness"] == "--set"
+    assert comments["initial_peers"] == "command line"
+    assert comments["steps"] == "environment"
+    assert comments["temperature"] == "default"
+    assert "# kappa is not set: publish every κ steps; empty: max(1, S − 1)" in done.stdout
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(done.stdout)
+    expected = load(
+        [file], ["learner.staleness=7", "learner.steps=12", f'swarm.initial_peers=["{PEER}","{PEER}"]']
+    )
+    assert load([resolved]) == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"one.toml", "resolved.toml"}
+
+
+def shipped_lines():
+    unit = (ROOT / "bootstrap/echo2p2p-bootstrap.service").read_text()
+    compose = (ROOT / "bootstrap/compose.yaml").read_text()
+    yield re.search(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)[1]
+    folded = re.search(r"command: >\n((?:      .*\n)+)", compose)[1]
+    yield re.sub(r"\$\{ANNOUNCE:.*?\}", "/ip4/203.0.113.7/tcp/31337", folded)
+
+
+@pytest.mark.parametrize("line", list(shipped_lines()), ids=["systemd", "compose"])
+def test_the_shipped_bootstrap_lines_are_right(line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", *line.split(), "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == 0, told.err
+    assert "/tcp/31337" in told.out
 
 
 @pytest.mark.parametrize(
@@ -91,12 +147,37 @@ def test_dry_run_prints_the_settings_and_starts_nothing():
         (["nonsense"], 2, "nonsense"),
         (["plan", "-R", "1", "--t-train", "1", "--t-bcast", "0"], 2, "PRICES"),
         (["inspect", "peers"], 2, "--initial-peers"),
+        (["worker", "--dry-run", "--run", "spark"], 2, "NAME@LEARNER"),
+        (["learner", "--dry-run", "--name", "a b"], 3, "name = 'a b'"),
+        (["learner", "--dry-run", "--initial-peers", "/ip4/1.2.3.4/tcp/1"], 3, "does not end in /p2p/"),
+        (["learner", "--dry-run", "--initial-peers", "here"], 3, "is not a multiaddr"),
+        (["bootstrap", "--dry-run", "--host-maddrs", "/ip4/0.0.0.0/tcp/99999"], 3, "is not a multiaddr"),
+        (["bootstrap", "--dry-run", "--announce-maddrs", "/ip4/1.2.3.4/tcp/0"], 3, "names no port"),
+        (["bootstrap", "-c", "missing"], 2, "missing"),
+        (["learner", "-c", "missing"], 2, "missing"),
+        (["worker", "-c", "missing"], 2, "missing"),
+        (["doctor", "-c", "missing"], 2, "missing"),
+        (["learner", "--policy", "missing"], 2, "missing"),
+        (["doctor", "--policy", "missing"], 2, "missing"),
+        (["learner", "--dry-run", "-c", "broken.toml"], 3, "broken.toml is not TOML"),
+        (["simulate", "missing.toml"], 2, "missing.toml"),
+        (["simulate", "missing"], 2, "heavy-churn"),
+        (["simulate", "broken.toml"], 3, "broken.toml is not TOML"),
+        (["plan", "missing", "-R", "1", "--t-train", "1", "--t-bcast", "0"], 2, "missing"),
+        (["export", "latest", "out", "--run-dir", "missing"], 2, "missing"),
         (["report", "/nonexistent"], 2, "/nonexistent"),
         (["export", "x", "out", "--run-dir", "."], 2, "VERSION"),
     ],
 )
-def test_bad_input_gets_one_clear_line_and_its_exit_code(arguments, code, says, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == code
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_gets_one_clear_line_and_its_exit_code(
+    arguments, code, says, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "broken.toml").write_text("[learner\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code == code, told.err
+    assert says in told.err
+    assert not told.out

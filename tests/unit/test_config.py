@@ -8,10 +8,12 @@ from echo2p2p.config import Settings, load, to_toml
 from echo2p2p.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("configs/*.toml"), ROOT / "echo2p2p/demo.toml"])
+SHIPPED = sorted(
+    [*ROOT.glob("configs/*.toml"), *ROOT.glob("examples/**/*.toml"), ROOT / "echo2p2p/demo.toml"]
+)
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_every_shipped_file_is_valid(file):
     assert isinstance(load([file]), Settings)
 

@@ -8,7 +8,7 @@ from fake_run import FakeRun
 from PIL import Image
 
 from echo2p2p.errors import OutOfDisk, SettingsError
-from echo2p2p.telemetry.drawing import PALETTE
+from echo2p2p.telemetry.drawing import PALETTE, fit_text
 from echo2p2p.telemetry.history import load_history
 from echo2p2p.telemetry.page import render_page
 from echo2p2p.telemetry.panels import PANELS, WIDE
@@ -127,6 +127,22 @@ def test_what_peers_chose_breaks_no_figure(tmp_path):
     assert Image.open(io.BytesIO(draw_figure(history))).format == "PNG"
     for _, svg in draw_panels(history):
         assert not {"script", "img"} & set(Page(svg).tags)
+
+
+def test_long_names_stay_inside_the_figure():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 1), dpi=100)
+    FigureCanvasAgg(figure)
+    text = figure.text(0.008, 0.5, "", fontsize=15)
+    fit_text(text, ["W" * 117], figure, lines=1)
+    assert text.get_text().endswith("W~")
+    fit_text(text, [f"figure {n}: value" for n in range(5)], figure, lines=2)
+    assert text.get_text().count("\n") == 1
+    assert text.get_window_extent(figure.canvas.get_renderer()).x1 <= figure.bbox.width
+    fit_text(text, ["short", "line"], figure, lines=2)
+    assert text.get_text() == "short   ·   line"
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -19,7 +19,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from echo2p2p.errors import PeerUnreachable, SettingsError
 from echo2p2p.swarm.identity import PeerId
-from echo2p2p.swarm.network import PeerInfo
+from echo2p2p.swarm.network import PeerInfo, each_once
 
 
 class Control:
@@ -38,12 +38,12 @@ class Control:
         return peer, tuple(str(Multiaddr(address)) for address in response.identify.addrs)
 
     async def peers(self) -> list[PeerInfo]:
-        """The peers that it is connected to."""
+        """The peers that it is connected to, each once; p2pd lists every connection."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
-        return [
+        return each_once(
             PeerInfo(PeerID(peer.id).to_base58(), tuple(str(Multiaddr(address)) for address in peer.addrs))
             for peer in response.peers
-        ]
+        )
 
     async def connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Connect to a peer; returns at once if that has been done."""

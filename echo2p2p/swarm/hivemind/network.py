@@ -28,7 +28,7 @@ from echo2p2p.swarm.hivemind.control import (
     with_port,
 )
 from echo2p2p.swarm.hivemind.daemon import NodeFolder
-from echo2p2p.swarm.hivemind.node import Node, NodeLimits, NodeSettings
+from echo2p2p.swarm.hivemind.node import Answer, Node, NodeLimits, NodeSettings
 from echo2p2p.swarm.hivemind.streams import IncomingStreams, SocketStream
 from echo2p2p.swarm.hivemind.table import Admission, Entry, RecordTable, key_id
 from echo2p2p.swarm.hivemind.validation import keep_newest
@@ -256,6 +256,29 @@ class HivemindNetwork:
 
     async def peers(self) -> list[PeerInfo]:
         return await self._up().control.peers()
+
+    async def ping(self, addresses: Sequence[str], *, timeout_s: float) -> Answer:
+        """Connect to one peer of the table and ask it for its clock; for those who look for faults.
+
+        The round trip is that of the first request after the connection stands. Unless this node is in client mode,
+        the peer sees meanwhile whether it can reach this node.
+
+        Args:
+            addresses: all of one peer, each ending in ``/p2p/<peer id>``.
+
+        Raises:
+            SettingsError: an address is malformed.
+            PeerUnreachable: it does not answer within ``timeout_s``, or is no node of the table.
+        """
+        node, grouped = self._up(), by_peer([checked_peer(address) for address in addresses])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers, failures = await node.reach(grouped)
+        except TimeoutError:
+            raise PeerUnreachable(f"no answer within {timeout_s:g} s") from None
+        if not answers:
+            raise PeerUnreachable("; ".join(failures.values()))
+        return answers[0]
 
     def addresses(self) -> list[str]:
         return [f"{address}/p2p/{self.peer_id}" for address in self._visible]

@@ -74,10 +74,11 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a bootstrap peer said: how far its clock is ahead of ours, and whether it can reach us."""
+    """What a bootstrap peer said: how far its clock is ahead of ours, whether it can reach us, and how soon."""
 
     offset_s: float
     available: bool
+    round_trip_s: float
 
 
 class Node:
@@ -270,18 +271,20 @@ class Node:
         await self.control.connect(peer, addresses)
         settings, protocol, target = self._settings, self._dht.protocol, PeerID.from_base58(peer)
         request = dht_pb2.PingRequest(peer=protocol.node_info, validate=not settings.client_mode)
-        sent = settings.clock.unix()
+        sent, started = settings.clock.unix(), settings.clock.monotonic()
         try:
             response = await protocol.get_stub(target).rpc_ping(request, timeout=self._limits.rpc_timeout_s)
         except TimeoutError:
             raise PeerUnreachable(f"no answer to a ping within {self._limits.rpc_timeout_s:g} s") from None
         except (OSError, P2PDaemonError, P2PHandlerError) as error:
             raise PeerUnreachable(f"no node of the table: {error}") from error
+        round_trip_s = settings.clock.monotonic() - started
         middle = (sent + settings.clock.unix()) / 2
         if response.peer.node_id:  # a node in client mode holds no part of the table
             node_id = DHTID.from_bytes(response.peer.node_id)
             await protocol.update_routing_table(node_id, target, responded=True)
-        return Answer(response.dht_time - middle, response.available or settings.client_mode)
+        available = response.available or settings.client_mode
+        return Answer(response.dht_time - middle, available, round_trip_s)
 
     # The table
 
