@@ -18,7 +18,7 @@ from typing import Any
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
-from echo2p2p.swarm.messages import protocol_id, receive, send
+from echo2p2p.swarm.messages import framed, protocol_id, receive
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.weights.holding import Holding, OutgoingLane, set_within
 from echo2p2p.weights.rate import TokenBucket
@@ -260,9 +260,10 @@ class ChunkServer:
         allowed_s = self._limits.write_s + len(data) / self._limits.min_bytes_per_s
         try:
             async with asyncio.timeout(allowed_s):
-                await send(stream, message)
                 if turn is not None:
-                    await turn.write(stream, data)
+                    await turn.write(stream, framed(message), data)
+                else:
+                    await stream.write(framed(message))
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{stream.remote} did not take {len(data)} bytes in {allowed_s:.0f} s"
@@ -286,11 +287,12 @@ class _Turn:
         """Seconds until it begins; 0 if it has."""
         return self._until(self._unused)
 
-    async def write(self, stream: Stream, data: bytes | memoryview) -> None:
-        """Write ``data`` to ``stream`` as fast as the turn allows."""
+    async def write(self, stream: Stream, head: bytes, data: bytes | memoryview) -> None:
+        """Write ``head`` and then ``data`` to ``stream``, this as fast as the turn allows."""
         if not self._cap.capped:
-            await stream.write(data)
+            await stream.write(head, data)
             return
+        await stream.write(head)
         view = memoryview(data)
         for start in range(0, len(view), _SLICE_BYTES):
             piece = view[start : start + _SLICE_BYTES]

@@ -115,6 +115,7 @@ class WeightPublisher:
         self._server = ChunkServer(network, server_limits)
         self._published: dict[int, Published] = {}
         self._newest_snapshot: Snapshot | None = None
+        self._newest_holding: Holding | None = None
         self._versions_without = 0
 
     async def start(self) -> None:
@@ -176,9 +177,20 @@ class WeightPublisher:
             # The newest version is enough to serve while this one needs the room of the others.
             await self._clock.offload(lambda: self._store.prune(1))
             manifest, body = await self._clock.offload(cut)
-        holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
+        holding = Holding(
+            manifest,
+            body,
+            self._store,
+            self._clock,
+            here=range(manifest.n_chunks),
+            buffer=snapshot.data,
+            in_buffer=manifest.snapshot_chunks,
+        )
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
         self._newest_snapshot = snapshot
+        if self._newest_holding is not None:
+            self._newest_holding.leave_buffer()
+        self._newest_holding = holding
         await self._clock.offload(lambda: self._store.prune(self._keep_versions))
         return published
 
@@ -211,7 +223,7 @@ class WeightPublisher:
         listed = []
         for name, content in sorted(assets.items()):
             listed.append(Asset(name, blake3(content).digest(), len(content)))
-            self._store.put(listed[-1].digest, content)
+            self._store.put_verified(listed[-1].digest, content)
         patches = self._patches(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES)
         manifest = Manifest(
             protocol=PROTOCOL_VERSION,
@@ -296,5 +308,5 @@ class WeightPublisher:
         for start in range(0, len(data), chunk_bytes):
             chunk = data[start : start + chunk_bytes]
             digests.append(blake3(chunk).digest())
-            self._store.put(digests[-1], chunk)
+            self._store.put_verified(digests[-1], chunk)
         return b"".join(digests)
