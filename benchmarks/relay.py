@@ -17,7 +17,8 @@ raw TCP makes of one link, and then comes what was asked for:
   finished peers hold that the learner did not publish, ``named`` how many liars an honest peer has banned,
   ``wrongly_named`` how many others. Both have ``seconds`` of the other peers and ``ratio_to_undisturbed``;
 * ``loopback``: with ``--loopback-gib``, to one worker on this machine, unshaped, against a plain stream through
-  the same two p2pd: ``seconds``, ``bare_seconds``, ``ratio``.
+  the same two p2pd: ``seconds``, ``bare_seconds``, ``ratio``; and of both the processor seconds that were used by
+  the learner, the worker and the p2pd of each.
 
 ``--run-dir`` leaves the events of ``ours`` behind, of which ``echo2p2p report`` draws who got what when.
 With ``--repeat``, ``seconds`` are medians and ``all_seconds`` every single one. ``cpu_s`` is what the processes
@@ -227,7 +228,7 @@ class _Bench:
             else []
         )
         published = learner.ask({"publish": version, "members": members, "nbytes": nbytes})
-        ask_all(workers, {"ready": True})
+        ask_all(workers, {"ready": 0})
         usage = _Usage([links[node] for node in nodes if node not in faulty])
         started = time.monotonic()
         for node in workers:
@@ -281,13 +282,34 @@ def _loopback(arguments: argparse.Namespace) -> dict[str, Any]:
             size = nbytes if version else _WARM_UP_BYTES
             members = [[worker.peer_id, 1.0, 1.0]]
             record = learner.ask({"publish": version, "members": members, "nbytes": size})["record"]
-            worker.ask({"ready": True})
+            # What a fetch takes: its buffer, and what the kernel keeps of the files.
+            worker.ask({"ready": 2 * size})
+            before = _cpu_seconds(learner, worker)
             started = time.monotonic()
             seconds = worker.ask({"fetch": record})["done"] - started
+            fetched = _cpu_seconds(learner, worker)
+            worker.ask({"ready": 2 * size})
+            between = _cpu_seconds(learner, worker)
             bare_s = worker.ask({"bare": learner.peer_id, "nbytes": size})["seconds"]
-            figures.append({"seconds": round(seconds, 3), "bare_seconds": round(bare_s, 3)})
+            after = _cpu_seconds(learner, worker)
+            figures.append(
+                {"seconds": round(seconds, 3), "bare_seconds": round(bare_s, 3)}
+                | {f"{who}_cpu_s": fetched[who] - before[who] for who in before}
+                | {f"bare_{who}_cpu_s": after[who] - between[who] for who in before}
+            )
     merged = _medians("loopback", figures[1:])
     return merged | {"ratio": round(merged["seconds"] / merged["bare_seconds"], 3)}
+
+
+def _cpu_seconds(learner: Node, worker: Node) -> dict[str, float]:
+    """Processor seconds that the two processes and the p2pd of each have used so far."""
+    used = {}
+    for who, node in (("learner", learner), ("worker", worker)):
+        process = psutil.Process(node.pid)
+        for name, counted in ((who, [process]), (f"{who}_p2pd", process.children())):
+            times = [each.cpu_times() for each in counted]
+            used[name] = sum(each.user + each.system for each in times)
+    return used
 
 
 @contextmanager

@@ -270,6 +270,9 @@ class Pipe:
         self._consumed(n_bytes)
         return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
 
+    async def read_into(self, target: memoryview) -> None:
+        target[:] = await self.read_exactly(len(target))
+
     async def _readable(self, n_bytes: int) -> None:
         """Wait until ``n_bytes`` are there, or the end of the stream is."""
         if self._reader is not None:

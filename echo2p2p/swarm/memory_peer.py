@@ -53,11 +53,17 @@ class MemoryStream:
         self._raise_if_closed()
         return await self.incoming.read_exactly(n_bytes)
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
+    async def read_into(self, target: memoryview) -> None:
         self._raise_if_closed()
-        if self.weigh is not None:
-            self.incoming.weight, self.weigh = self.weigh(self.protocol, bytes(data[:_FIRST_BYTES])), None
-        await self.outgoing.write(data if isinstance(data, bytes) else memoryview(data).cast("B"))
+        await self.incoming.read_into(target)
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        for data in parts:
+            self._raise_if_closed()
+            if self.weigh is not None:
+                weight = self.weigh(self.protocol, bytes(data[:_FIRST_BYTES]))
+                self.incoming.weight, self.weigh = weight, None
+            await self.outgoing.write(data if isinstance(data, bytes) else memoryview(data).cast("B"))
 
     async def close(self) -> None:
         if self._closed:

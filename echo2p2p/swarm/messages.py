@@ -50,14 +50,19 @@ def decode(data: bytes, type_: type[T] | Any) -> T:
     return result
 
 
+def framed(message: Any) -> bytes:
+    """One message as it goes over a stream, for who writes several things at once."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
 async def send(stream: Stream, message: Any) -> None:
     """Write one message.
 
     Raises:
         PeerUnreachable: the stream broke.
     """
-    body = _encoder.encode(message)
-    await stream.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
+    await stream.write(framed(message))
 
 
 async def receive(stream: Stream, type_: type[T] | Any, *, max_bytes: int, timeout_s: float) -> T:

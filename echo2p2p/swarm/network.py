@@ -46,10 +46,20 @@ class Stream(Protocol):
         """
         ...
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send ``data``; returns once the bytes not yet on the wire are below a high-water mark.
+    async def read_into(self, target: memoryview) -> None:
+        """Fill ``target`` (writable bytes) with what comes, without a copy where that can be.
 
-        The buffer must not change afterwards. Raises :class:`~echo2p2p.errors.PeerUnreachable`.
+        Cancelled or failed, it leaves a stream that is good for closing only.
+
+        Raises:
+            PeerUnreachable: the stream ended or broke before that.
+        """
+        ...
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Send ``parts``, one after another; returns once what is not yet on the wire is below a high-water mark.
+
+        The buffers must not change afterwards. Raises :class:`~echo2p2p.errors.PeerUnreachable`.
         """
         ...
 

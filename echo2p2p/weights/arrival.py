@@ -10,7 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from echo2p2p.errors import FingerprintMismatch, SwarmError, VerificationError
@@ -24,7 +24,7 @@ from echo2p2p.weights.patch import apply_chain_in_place
 from echo2p2p.weights.path import Way
 from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.rebuild import read_snapshot
-from echo2p2p.weights.snapshot import Snapshot
+from echo2p2p.weights.snapshot import Snapshot, fingerprint_hasher
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.supersede import Arriving
@@ -58,7 +58,7 @@ class Arrival:
         learner: PeerId,
         version: str,
         holding: Holding,
-        buffer: bytearray,
+        buffer: memoryview,
         way: Way,
         held: Snapshot | None,
         standing: Standing,
@@ -71,7 +71,7 @@ class Arrival:
         self._store = store
         self._holding = holding
         self._manifest = holding.manifest
-        self._view = memoryview(buffer)
+        self._view = buffer
         self._way = way
         self._held = held
         self._new_fetch = partial(
@@ -120,9 +120,10 @@ class Arrival:
                 return snapshot
         self._by_patches = False
         self._holding.expect(self._manifest.whole)
-        await self._fetch(self._manifest.whole)
+        hashed = _Hashed(self._holding, self._view)
+        await self._fetch(self._manifest.whole, stored=hashed.advance)
         snapshot = Snapshot(self._manifest.layout, self._view[: self._manifest.nbytes])
-        fingerprint = await self._clock.offload(snapshot.fingerprint)
+        fingerprint = await self._clock.offload(hashed.fingerprint)
         if fingerprint != self._manifest.fingerprint:
             raise FingerprintMismatch(
                 f"version {self._manifest.version} has fingerprint {fingerprint}, its manifest says "
@@ -142,8 +143,8 @@ class Arrival:
             by_patches=self._by_patches,
         )
 
-    async def _fetch(self, wanted: range) -> None:
-        fetch = self._fetching = self._new_fetch(wanted=wanted)
+    async def _fetch(self, wanted: range, stored: Callable[[], None] = lambda: None) -> None:
+        fetch = self._fetching = self._new_fetch(wanted=wanted, stored=stored)
         try:
             await fetch.run()
         finally:
@@ -184,3 +185,30 @@ class Arrival:
         for index in indices:
             start, end = self._manifest.chunk_span(index)
             self._store.put(self._manifest.chunk_digest(index), self._view[start:end])
+
+
+class _Hashed:
+    """The fingerprint of a snapshot that arrives, as far as it has arrived from its beginning on."""
+
+    def __init__(self, holding: Holding, view: memoryview) -> None:
+        self._holding = holding
+        self._view = view
+        self._hasher = fingerprint_hasher(holding.manifest.layout)
+        self._next_chunk = 0
+        self._nbytes = 0
+
+    def advance(self) -> None:
+        """Hash on up to the first chunk that is not here. Blocks."""
+        n_chunks = self._holding.manifest.snapshot_chunks.stop
+        end = self._nbytes
+        while self._next_chunk < n_chunks and self._holding.holds(self._next_chunk):
+            _, end = self._holding.manifest.chunk_span(self._next_chunk)
+            self._next_chunk += 1
+        if end > self._nbytes:
+            self._hasher.update(self._view[self._nbytes : end])
+            self._nbytes = end
+
+    def fingerprint(self) -> str:
+        """Of the whole, once it is here. Blocks."""
+        self.advance()
+        return self._hasher.hexdigest()

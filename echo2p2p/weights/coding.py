@@ -44,7 +44,7 @@ def encode(chunk: bytes | memoryview, width: int) -> bytes | None:
     return coded if len(coded) < len(chunk) else None
 
 
-def decode(coded: bytes, nbytes: int) -> bytes:
+def decode(coded: bytes | memoryview, nbytes: int) -> bytes:
     """The chunk of ``nbytes`` that :func:`encode` made ``coded`` of.
 
     No more than ``nbytes`` are ever made, whatever ``coded`` says.

@@ -20,7 +20,7 @@ from typing import Any
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, ProtocolError
 from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
-from echo2p2p.swarm.messages import protocol_id, receive, send
+from echo2p2p.swarm.messages import framed, protocol_id, receive
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.weights.coding import Coder
 from echo2p2p.weights.gatekeeper import Gatekeeper
@@ -365,9 +365,10 @@ class ChunkServer:
                     left = still_left
                     deadline.reschedule(min(until_s, time() + self._limits.write_s))
 
-                await send(stream, message)
                 if turn is not None:
-                    await turn.write(stream, data, taken)
+                    await turn.write(stream, framed(message), data, taken)
+                else:
+                    await stream.write(framed(message))
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{stream.remote} does not read: {left} of {len(data)} bytes were not taken in time"

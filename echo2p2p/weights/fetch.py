@@ -12,7 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from echo2p2p.errors import (
@@ -34,6 +34,8 @@ from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.timeline import Timeline
 
 _STORE_BATCH = 32
+_STORE_PAUSE_S = 0.02
+"""For chunks to gather in: handing them to another thread one by one costs more than storing them."""
 _STREAMS = 8
 """To all sources together: a stream's window in flight (256 KiB in libp2p) is all that one round trip brings."""
 _MAX_STREAMS_PER_SOURCE = 4
@@ -51,6 +53,7 @@ class Fetch:
         cap: on what is asked for.
         others: peers that are not in the plan and may have the version; asked when nobody else has a chunk.
         timeline: is told of every arrival.
+        stored: called off the loop, from one thread at a time, when more chunks are in the buffer and the store.
 
     Attributes:
         bytes_from_learner, bytes_from_peers: chunk bytes that came over the network.
@@ -63,12 +66,13 @@ class Fetch:
         learner: PeerId,
         version: str,
         holding: Holding,
-        buffer: bytearray,
+        buffer: memoryview,
         wanted: range,
         standing: Standing,
         limits: FetchLimits,
         cap: TokenBucket,
         timeline: Timeline,
+        stored: Callable[[], None] = lambda: None,
         others: Collection[PeerId] = (),
     ) -> None:
         self._network = network
@@ -88,6 +92,7 @@ class Fetch:
         self._cap = cap
         self._timeline = timeline
         self._others = others
+        self._stored = stored
         self._lanes: dict[PeerId, Lane] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         # Only indices, each once: the bytes wait in the buffer. None ends it.
@@ -131,7 +136,7 @@ class Fetch:
         finally:
             # Tasks that were cancelled keep their frames, and with them all of this, until the garbage collector
             # comes by, which it seldom does; a whole version must not wait for that.
-            self._buffer = bytearray()
+            self._buffer = memoryview(b"")
 
     def _load_from_store(self) -> list[int]:
         """Copy what the store already has into the buffer: an earlier try, or chunks that did not change."""
@@ -218,7 +223,7 @@ class Fetch:
         self._schedule.failed(source, for_good=for_good)
         self._open_lanes()
 
-    def _deliver(self, source: PeerId, index: int, data: bytes) -> bool:
+    def _deliver(self, source: PeerId, index: int, data: memoryview) -> bool:
         self._timeline.add(source, len(data))
         if source == self._learner:
             self.bytes_from_learner += len(data)
@@ -243,6 +248,8 @@ class Fetch:
         last = False
         while not last:
             batch = [await self._to_store.get()]
+            if self._to_store.qsize() < _STORE_BATCH:
+                await set_within(self._all_here, _STORE_PAUSE_S)
             while not self._to_store.empty() and len(batch) < _STORE_BATCH:
                 batch.append(self._to_store.get_nowait())
             last = batch[-1] is None
@@ -254,10 +261,10 @@ class Fetch:
                 raise
 
     def _store_chunks(self, indices: list[int]) -> None:
-        view = memoryview(self._buffer)
         for index in indices:
             start, end = self._manifest.chunk_span(index)
-            self._store.put(self._manifest.chunk_digest(index), view[start:end])
+            self._store.put_verified(self._manifest.chunk_digest(index), self._buffer[start:end])
+        self._stored()
 
     # --- watching ---------------------------------------------------------------------------------------
 

@@ -17,18 +17,20 @@ from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, 
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.wire import MAX_WANTS, Want
 
-_STORED, _ARRIVED = 1, 2
+_STORED, _IN_BUFFER = 1, 2
 
 
 class Holding:
     """One version as far as this peer has it.
 
-    While it arrives, the chunks that arrive are read from ``buffer``; all others, and afterwards they too, from
+    Chunks are read from ``buffer`` where they lie in it, all others, and after :meth:`leave_buffer` they too, from
     the store.
 
     Args:
         here: the chunks that are in the store already and are not to arrive.
-        buffer: long enough for all that is to arrive; None if nothing is.
+        buffer: the version from its beginning, long enough for all that is to arrive; where chunks are held it is
+            verified and no longer changes. None if nothing lies in memory.
+        in_buffer: the chunks that lie in ``buffer``, and in the store, already.
     """
 
     def __init__(
@@ -39,20 +41,23 @@ class Holding:
         clock: Clock,
         *,
         here: Iterable[int] = (),
-        buffer: bytearray | None = None,
+        buffer: memoryview | None = None,
+        in_buffer: Iterable[int] = (),
     ) -> None:
         self.manifest = manifest
         self.body = body
         self.word_bytes = word_bytes(manifest.layout)
         self._store = store
         self._clock = clock
-        self._buffer = memoryview(buffer).toreadonly() if buffer is not None else None
+        self._buffer = buffer.toreadonly() if buffer is not None else None
         self.last_arrival_s = clock.monotonic()
         self._expected = range(0)
         self._renounced: set[int] = set()
         self._here = bytearray(manifest.n_chunks)
         for index in here:
             self._here[index] = _STORED
+        for index in in_buffer:
+            self._here[index] = _IN_BUFFER
         # In the order in which they opened, so that a run under virtual time can be repeated.
         self._lanes: dict[OutgoingLane, None] = {}
 
@@ -64,15 +69,18 @@ class Holding:
 
     def add(self, index: int) -> None:
         """Chunk ``index`` lies verified in the buffer: pass it on to whoever waits for it."""
-        self._here[index] = _ARRIVED
+        self._here[index] = _IN_BUFFER
         self.last_arrival_s = self._clock.monotonic()
         for lane in self._lanes:
             lane.arrived(index)
 
     def complete(self) -> None:
-        """Every chunk that is here is in the store; the buffer is no longer read, and nothing more will arrive."""
-        self._buffer = None
+        """Every chunk that is here is in the store, and nothing more will arrive."""
         self.expect(range(0))
+
+    def leave_buffer(self) -> None:
+        """Let the buffer go and read from the store from now on; for a version that is complete."""
+        self._buffer = None
 
     def renounce(self, indices: Collection[int]) -> None:
         """These chunks may come from anybody now, also from those who wait for them here: they wait no longer."""
@@ -90,7 +98,7 @@ class Holding:
 
     async def read(self, index: int) -> bytes | memoryview | None:
         """The bytes of a chunk that is held; None if the store has lost it."""
-        if self._buffer is not None and self._here[index] == _ARRIVED:
+        if self._buffer is not None and self._here[index] == _IN_BUFFER:
             start, end = self.manifest.chunk_span(index)
             return self._buffer[start:end]
         digest = self.manifest.chunk_digest(index)

@@ -57,7 +57,7 @@ class FetchLimits:
         starved_s: without a single chunk from anybody for so long, the fetch fails.
         idle_s: a lane without work is closed after this; well before the other end does it.
         min_bytes_per_s: a chunk or manifest that comes slower breaks its stream.
-        window_bytes: asked for ahead on one lane.
+        window_bytes, window_s: so much is asked for ahead on one lane, or what it brings in so long if that is more.
         retry_s: pause before a failed source is dialled again, times its failures.
         tick_s: how often slow lanes are looked for.
         slow_s: a lane is slow only if it would need longer than this for the rest.
@@ -74,6 +74,7 @@ class FetchLimits:
     idle_s: float = 30.0
     min_bytes_per_s: float = 16 * 1024
     window_bytes: int = 4 * 2**20
+    window_s: float = 0.1
     retry_s: float = 1.0
     close_s: float = 1.0
     tick_s: float = 0.5
@@ -94,7 +95,8 @@ class Lane:
     Args:
         cap: on what this peer asks for, the same for all its lanes.
         streams: how many.
-        deliver: called with source, index and verified bytes of every chunk; says whether it was needed.
+        deliver: called with source, index and verified bytes of every chunk, which are good during the call only;
+            says whether it was needed.
         rerouted: called when chunks have been turned over to other sources.
 
     Attributes:
@@ -112,7 +114,7 @@ class Lane:
         cap: TokenBucket,
         *,
         streams: int,
-        deliver: Callable[[PeerId, int, bytes], bool],
+        deliver: Callable[[PeerId, int, memoryview], bool],
         rerouted: Callable[[], None],
     ) -> None:
         self.source = source
@@ -126,8 +128,6 @@ class Lane:
         self._rerouted = rerouted
         self._limits = limits
         self._cap = cap
-        window = limits.window_bytes // manifest.chunk_bytes // streams
-        self._window = max(2, min(MAX_WANTS // 2, window))
         self._strands = [_Strand(_reply_budget(network, source)) for _ in range(streams)]
 
     @property
@@ -181,9 +181,10 @@ class Lane:
         while strand.cancelled:
             await send(stream, Cancel(tuple(strand.cancelled[:MAX_WANTS])))
             del strand.cancelled[:MAX_WANTS]
-        room = self._window - len(strand.open)
+        window = self._window()
+        room = window - len(strand.open)
         # Topped up by quarters of the window, not chunk by chunk: fewer messages for the same flow.
-        if not strand.open or room >= self._window // 4:
+        if not strand.open or room >= window // 4:
             if not self._schedule.open_at(self.source):
                 self.last_chunk_s = self._network.clock.monotonic()
             # The streams share what there is, so that the chunks come in about the order in which they are planned.
@@ -192,6 +193,12 @@ class Lane:
                 strand.open.update(chunks)
                 strand.asked.update(chunks)
                 await send(stream, Want(tuple(chunks), wait))
+
+    def _window(self) -> int:
+        """How many chunks one stream asks for ahead."""
+        elapsed_s = max(self._limits.window_s, self._network.clock.monotonic() - self.started_s)
+        nbytes = max(self._limits.window_bytes, int(self.nbytes * self._limits.window_s / elapsed_s))
+        return max(2, min(MAX_WANTS // 2, nbytes // self._manifest.chunk_bytes // len(self._strands)))
 
     def _next(self, limit: int) -> dict[bool, list[int]]:
         """Up to ``limit`` chunks to ask for, as many as the cap lets this peer ask for now; by whether to wait."""
@@ -255,10 +262,11 @@ class Lane:
         start, end = self._manifest.chunk_span(index)
         if reply.coded and reply.coded >= end - start:
             raise ProtocolError(f"{self.source} sent chunk {index} coded in more bytes than it has")
-        data = await _read_body(stream, reply.coded or end - start, self._limits)
+        data = strand.room(reply.coded or end - start)
+        await _read_body(stream, data, self._limits)
         if reply.coded:
             self._cap.give_back(end - start - reply.coded)
-            data = decode(data, end - start)
+            data = memoryview(decode(data, end - start))
         if blake3(data).digest() != self._manifest.chunk_digest(index):
             raise ChunkError(
                 f"{self.source} sent bytes for chunk {index} of version {self._manifest.version} "
@@ -271,19 +279,26 @@ class Lane:
 
 
 class _Strand:
-    """One stream of a lane: the chunks that are open on it, and those to be cancelled.
+    """One stream of a lane: the chunks that are open on it, those to be cancelled, and where one becomes whole.
 
     What was ``asked`` for may still come, also after it was cancelled; once, and nothing else. ``budget`` is for
     messages that answer nothing.
     """
 
     def __init__(self, budget: MessageBudget) -> None:
+        self._room = memoryview(bytearray())
         self.wake = asyncio.Event()
         self.budget = budget
         self.open: set[int] = set()
         self.asked: set[int] = set()
         self.n_ready = 0
         self.cancelled: list[int] = []
+
+    def room(self, nbytes: int) -> memoryview:
+        """The same bytes every time, or more of them: what comes is hashed while the processor's caches have it."""
+        if len(self._room) < nbytes:
+            self._room = memoryview(bytearray(nbytes))
+        return self._room[:nbytes]
 
 
 async def get_manifest(
@@ -302,7 +317,9 @@ async def get_manifest(
             raise ProtocolError(
                 f"{source} offers a manifest of {reply.nbytes} bytes, {max_bytes} are allowed"
             )
-        body = await _read_body(stream, reply.nbytes, limits)
+        buffer = bytearray(reply.nbytes)
+        await _read_body(stream, memoryview(buffer), limits)
+    body = bytes(buffer)
     if digest(body) != version:
         raise ManifestError(f"{source} sent {len(body)} bytes that are not the manifest {version}")
     return body
@@ -330,13 +347,15 @@ def _reply_budget(network: Network, source: PeerId) -> MessageBudget:
     return MessageBudget(source, burst=_IDLE_BURST, per_s=_IDLE_PER_S, now=network.clock.monotonic())
 
 
-async def _read_body(stream: Stream, nbytes: int, limits: FetchLimits) -> bytes:
-    allowed_s = limits.stall_s + nbytes / limits.min_bytes_per_s
+async def _read_body(stream: Stream, target: memoryview, limits: FetchLimits) -> None:
+    allowed_s = limits.stall_s + len(target) / limits.min_bytes_per_s
     try:
         async with asyncio.timeout(allowed_s):
-            return await stream.read_exactly(nbytes)
+            await stream.read_into(target)
     except TimeoutError:
-        raise DeadlineExceeded(f"{stream.remote} did not send {nbytes} bytes in {allowed_s:.0f} s") from None
+        raise DeadlineExceeded(
+            f"{stream.remote} did not send {len(target)} bytes in {allowed_s:.0f} s"
+        ) from None
 
 
 @asynccontextmanager

@@ -116,6 +116,7 @@ class WeightPublisher:
         self._server = ChunkServer(network, server_limits)
         self._published: dict[int, Published] = {}
         self._newest_snapshot: Snapshot | None = None
+        self._newest_holding: Holding | None = None
         self._versions_without = 0
 
     async def start(self) -> None:
@@ -183,10 +184,21 @@ class WeightPublisher:
             newest = set() if self.newest is None else {self.newest.manifest.version}
             await self._clock.offload(lambda: self._store.prune(newest))
             manifest, body = await self._clock.offload(cut)
-        holding = Holding(manifest, body, self._store, self._clock, here=range(manifest.n_chunks))
+        holding = Holding(
+            manifest,
+            body,
+            self._store,
+            self._clock,
+            here=range(manifest.n_chunks),
+            buffer=snapshot.data,
+            in_buffer=manifest.snapshot_chunks,
+        )
         published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
         self._newest_snapshot = snapshot
         served = self._server.keep_newest(self._keep_versions)
+        if self._newest_holding is not None:
+            self._newest_holding.leave_buffer()
+        self._newest_holding = holding
         await self._clock.offload(lambda: self._store.prune(served))
         return published
 
@@ -218,7 +230,7 @@ class WeightPublisher:
         listed = []
         for name, content in sorted(assets.items()):
             listed.append(Asset(name, blake3(content).digest(), len(content)))
-            self._store.put(listed[-1].digest, content)
+            self._store.put_verified(listed[-1].digest, content)
         patches = self._patches(snapshot, fingerprint, chunk_bytes, len(chunks) // DIGEST_BYTES)
         manifest = Manifest(
             protocol=PROTOCOL_VERSION,
@@ -303,5 +315,5 @@ class WeightPublisher:
         for start in range(0, len(data), chunk_bytes):
             chunk = data[start : start + chunk_bytes]
             digests.append(blake3(chunk).digest())
-            self._store.put(digests[-1], chunk)
+            self._store.put_verified(digests[-1], chunk)
         return b"".join(digests)

@@ -140,7 +140,7 @@ class Snapshot:
 
     def fingerprint(self) -> str:
         """BLAKE3 over the layout and every byte, in hex: two snapshots with one fingerprint are the same."""
-        hasher = _fingerprint_hasher(self.layout)
+        hasher = fingerprint_hasher(self.layout)
         hasher.update(self._buffer)
         return hasher.hexdigest()
 
@@ -191,7 +191,7 @@ def fingerprint_of(state: Mapping[str, torch.Tensor]) -> str:
         ManifestError: as :func:`from_state_dict`.
     """
     layout = layout_of(state)
-    hasher = _fingerprint_hasher(layout)
+    hasher = fingerprint_hasher(layout)
     end = 0
     for spec in layout.tensors:
         hasher.update(bytes(spec.offset - end))
@@ -249,7 +249,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _fingerprint_hasher(layout: Layout) -> blake3:
+def fingerprint_hasher(layout: Layout) -> blake3:
+    """What, fed all bytes of a snapshot in their order, has its fingerprint as ``hexdigest()``."""
     head = layout.canonical_bytes()
     hasher = blake3(_DOMAIN, max_threads=1)
     hasher.update(b"\0" + len(head).to_bytes(8, "big") + head)

@@ -2,7 +2,8 @@
 
 Guarantees of both stores:
 
-* Nothing is stored under a digest that is not its own, and nothing comes out that does not hash to it.
+* Nothing is stored under a digest that is not its own (by the caller's word: :meth:`ChunkStore.put_verified`), and
+  nothing comes out of files that does not hash to it.
 * A process killed at any moment leaves whole chunks and pins, or none. Pins and the verifier's memory are written
   under a temporary name, flushed to the disk and renamed. Chunks are not flushed: that would cost more than fetching
   again the few that a power failure may tear, which :meth:`get` finds out.
@@ -43,6 +44,14 @@ class ChunkStore(Protocol):
 
         Raises:
             ChunkError: it does not.
+            OutOfDisk: there is no room for it.
+        """
+        ...
+
+    def put_verified(self, digest: bytes, data: Data) -> None:
+        """Keep ``data`` as :meth:`put` does, for a caller who has just seen it hash to ``digest``.
+
+        Raises:
             OutOfDisk: there is no room for it.
         """
         ...
@@ -88,6 +97,9 @@ class MemoryStore:
 
     def put(self, digest: bytes, data: Data) -> None:
         _check(digest, data)
+        self.put_verified(digest, data)
+
+    def put_verified(self, digest: bytes, data: Data) -> None:
         self._chunks[digest] = bytes(data)
 
     def get(self, digest: bytes) -> bytes | None:
@@ -151,6 +163,9 @@ class DiskStore:
 
     def put(self, digest: bytes, data: Data) -> None:
         _check(digest, data)
+        self.put_verified(digest, data)
+
+    def put_verified(self, digest: bytes, data: Data) -> None:
         with self._lock:
             if digest in self._chunks:
                 return

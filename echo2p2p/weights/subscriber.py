@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class WeightSubscriber:
         self._arrival: Arrival | None = None
         self._noting = threading.Lock()
         self._newest: Fetched | None = None
+        self._newest_holding: Holding | None = None
         self._stored: dict[int, Manifest] = {}
         self._begun: set[int] = set()
         self._full_since: float | None = None
@@ -173,7 +175,7 @@ class WeightSubscriber:
         version = record.manifest_digest
         way, here = await self._clock.offload(lambda: self._take_note(manifest, body))
         in_patches = sum(patch.nbytes for patch in manifest.patches[: way.patches])
-        buffer = bytearray(manifest.whole_bytes + in_patches)
+        buffer = _new_buffer(manifest.whole_bytes + in_patches)
         holding = Holding(manifest, body, self._store, self._clock, here=here, buffer=buffer)
         self._server.serve(version, holding)
         arrival = Arrival(
@@ -203,6 +205,9 @@ class WeightSubscriber:
         fetch_s = self._clock.monotonic() - started
         self._full_since = None
         holding.complete()
+        if self._newest_holding is not None:
+            self._newest_holding.leave_buffer()
+        self._newest_holding = holding
         served = self._server.keep_newest(self._keep_versions)
         await self._clock.offload(lambda: self._store.prune(served))
         self._newest = Fetched(
@@ -321,10 +326,17 @@ class WeightSubscriber:
             ) from None
 
 
-def _assets(manifest: Manifest, buffer: bytearray) -> dict[str, bytes]:
+def _assets(manifest: Manifest, buffer: memoryview) -> dict[str, bytes]:
     first = manifest.whole.stop - len(manifest.assets)
     spans = [manifest.chunk_span(first + at) for at in range(len(manifest.assets))]
     return {
         asset.name: bytes(buffer[start:end])
         for asset, (start, end) in zip(manifest.assets, spans, strict=True)
     }
+
+
+def _new_buffer(nbytes: int) -> memoryview:
+    """Zeros, which the kernel provides when they are written to, and takes back with the last view."""
+    if not nbytes:
+        return memoryview(bytearray())
+    return memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -43,21 +43,23 @@ class Turn:
         """Seconds until it begins; 0 if it has."""
         return self._until(self._unused)
 
-    async def write(self, stream: Stream, data: bytes | memoryview, taken: Callable[[int], None]) -> None:
-        """Write ``data`` to ``stream`` as fast as the turn allows.
+    async def write(
+        self, stream: Stream, head: bytes, data: bytes | memoryview, taken: Callable[[int], None]
+    ) -> None:
+        """Write ``head`` and then ``data`` to ``stream``, as fast as the turn allows.
 
         In parts, so that what an asker does not read waits here, by reference, and not as a copy in its buffer;
         ``taken`` is told after each how many bytes are left.
         """
         slice_bytes = _SLICE_BYTES if self._cap.capped else _UNCAPPED_SLICE_BYTES
         view = memoryview(data)
-        for start in range(0, len(view), slice_bytes):
+        for start in range(0, max(1, len(view)), slice_bytes):
             piece = view[start : start + slice_bytes]
             self._unused -= len(piece)
             # The last byte goes when the turn ends.
             if self._cap.capped and (wait_s := self._until(self._unused)) > 0:
                 await asyncio.sleep(wait_s)
-            await stream.write(piece)
+            await (stream.write(piece) if start else stream.write(head, piece))
             if left := len(view) - start - len(piece):
                 taken(left)
 

@@ -47,10 +47,11 @@ asyncio.run(main(*json.loads(sys.argv[1])))
 class PacedStream(paced.PacedStream):
     """Pauses after a chunk of a patch only."""
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        await self._stream.write(data)
-        if 4096 < len(data) < CHUNK_BYTES:
-            await asyncio.sleep(0.02)
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        for data in parts:
+            await self._stream.write(data)
+            if 4096 < len(data) < CHUNK_BYTES:
+                await asyncio.sleep(0.02)
 
 
 class PacedNetwork(paced.PacedNetwork):

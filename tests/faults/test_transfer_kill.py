@@ -49,12 +49,14 @@ class PacedStream:
         self.remote = stream.remote
         self.read = stream.read
         self.read_exactly = stream.read_exactly
+        self.read_into = stream.read_into
         self.close = stream.close
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        await self._stream.write(data)
-        if len(data) == CHUNK_BYTES:
-            await asyncio.sleep(0.01)
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        for data in parts:
+            await self._stream.write(data)
+            if len(data) == CHUNK_BYTES:
+                await asyncio.sleep(0.01)
 
 
 class PacedNetwork:

@@ -97,6 +97,26 @@ async def test_reading_more_than_was_sent_is_a_broken_stream(join: Join) -> None
     await stream.close()
 
 
+async def test_a_buffer_is_filled_with_what_came_before_and_after_it_was_given(join: Join) -> None:
+    first = await join("first")
+    second = await join("second", through=first)
+    block = random.Random(8).randbytes(3 * 2**20)
+
+    async def send(stream: Stream) -> None:
+        await stream.write(b"head", block, memoryview(block)[:1000])
+
+    await first.handle(ECHO, send)
+    stream = await second.open_stream(first.peer_id, ECHO, timeout_s=5)
+    assert await stream.read_exactly(4) == b"head"
+    buffer = bytearray(len(block))
+    await stream.read_into(memoryview(buffer)[:5])
+    await stream.read_into(memoryview(buffer)[5:])
+    assert buffer == block
+    with pytest.raises(PeerUnreachable, match="after 1000 of 1001 bytes"):
+        await stream.read_into(memoryview(bytearray(1001)))
+    await stream.close()
+
+
 async def test_unknown_peers_and_protocols_are_unreachable(join: Join) -> None:
     first = await join("first")
     second = await join("second", through=first)

@@ -63,6 +63,16 @@ async def test_bytes_come_back_as_they_went(swarm: MemorySwarm) -> None:
 
 
 @virtual
+async def test_parts_go_one_after_another_and_come_into_a_buffer(swarm: MemorySwarm) -> None:
+    _, _, stream = await pair(swarm)
+    await stream.write(b"a head", memoryview(bytes(range(256)) * 1000))
+    buffer = bytearray(6 + 256_000)
+    await stream.read_into(memoryview(buffer)[:3])
+    await stream.read_into(memoryview(buffer)[3:])
+    assert buffer == b"a head" + bytes(range(256)) * 1000
+
+
+@virtual
 async def test_both_ends_know_each_other(swarm: MemorySwarm) -> None:
     a, b = swarm.add_peer(), swarm.add_peer()
 
@@ -106,6 +116,8 @@ async def test_a_stream_that_ends_too_early_breaks_an_exact_read(swarm: MemorySw
 
     await b.handle(ECHO, too_little)
     stream = await a.open_stream(b.peer_id, ECHO, timeout_s=1)
+    with pytest.raises(PeerUnreachable, match="5 of 6"):
+        await stream.read_into(memoryview(bytearray(6)))
     with pytest.raises(PeerUnreachable, match="5 of 6"):
         await stream.read_exactly(6)
 

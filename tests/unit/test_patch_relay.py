@@ -305,6 +305,9 @@ async def test_a_right_patch_in_a_manifest_of_wrong_chunks_is_no_way_around_the_
 
     world.publisher._store_chunks = of_something_else  # type: ignore[method-assign]
     published = await publish(world, 1)
+    # Such a learner has what it signed for in its store only.
+    assert world.publisher._newest_holding is not None
+    world.publisher._newest_holding.leave_buffer()
     with pytest.raises(FingerprintMismatch):
         await world.subscribers[0].fetch(published.record)
 

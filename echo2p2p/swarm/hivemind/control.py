@@ -18,6 +18,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from echo2p2p.errors import PeerUnreachable, SettingsError
+from echo2p2p.swarm.hivemind.connection import Connection, connect
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import PeerInfo, each_once
 
@@ -25,11 +26,10 @@ from echo2p2p.swarm.network import PeerInfo, each_once
 class Control:
     """What we ask of one p2pd."""
 
-    def __init__(self, socket: Path, *, timeout_s: float, buffer_bytes: int) -> None:
-        """Args: timeout_s: for each request but ``open``. buffer_bytes: the read buffer of a stream."""
+    def __init__(self, socket: Path, *, timeout_s: float) -> None:
+        """Args: timeout_s: for each request but ``open``."""
         self._socket = socket
         self._timeout_s = timeout_s
-        self._buffer_bytes = buffer_bytes
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """Who p2pd is, and the addresses under which it believes to be reachable."""
@@ -59,46 +59,45 @@ class Control:
         handler = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler))
 
-    async def open(self, peer: PeerId, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, peer: PeerId, protocol: str) -> Connection:
         """Open a stream to a peer; the caller sets the deadline."""
         target = PeerID.from_base58(peer).to_bytes()
         stream = p2pd_pb2.StreamOpenRequest(peer=target, proto=[protocol])
-        _, reader, writer = await self._request(
-            p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream)
-        )
-        return reader, writer
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream)
+        _, connection = await self._request(request)
+        return connection
 
     async def _ask(self, request: Any) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                response, _, writer = await self._request(request)
+                response, connection = await self._request(request)
         except TimeoutError:
             raise PeerUnreachable(f"no answer within {self._timeout_s:g} s") from None
-        writer.transport.abort()
+        connection.transport.abort()
         return response
 
-    async def _request(self, request: Any) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-        writer = None
+    async def _request(self, request: Any) -> tuple[Any, Connection]:
+        connection = None
         try:
-            reader, writer = await asyncio.open_unix_connection(self._socket, limit=self._buffer_bytes)
-            await write_pbmsg(writer, request)
+            connection = await connect(self._socket)
+            await write_pbmsg(connection, request)
             response = p2pd_pb2.Response()
-            await read_pbmsg_safe(reader, response)
+            await read_pbmsg_safe(connection, response)
             if response.type == p2pd_pb2.Response.ERROR:
                 raise PeerUnreachable(" ".join(response.error.msg.split())[:300])
         except BaseException as error:
-            if writer is not None:
-                writer.transport.abort()
+            if connection is not None:
+                connection.transport.abort()
             if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):
                 raise PeerUnreachable(f"p2pd does not answer: {error}") from error
             raise
-        return response, reader, writer
+        return response, connection
 
 
-async def read_stream_info(reader: asyncio.StreamReader) -> tuple[PeerId, str]:
+async def read_stream_info(connection: Connection) -> tuple[PeerId, str]:
     """What p2pd says first of a stream that it passes on: who opened it, and for which protocol."""
     info = p2pd_pb2.StreamInfo()
-    await read_pbmsg_safe(reader, info)
+    await read_pbmsg_safe(connection, info)
     return PeerID(info.peer).to_base58(), str(info.proto)
 
 

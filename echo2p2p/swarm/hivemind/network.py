@@ -20,6 +20,7 @@ from echo2p2p.errors import (
     VerificationError,
 )
 from echo2p2p.swarm.clock import Clock, SystemClock
+from echo2p2p.swarm.hivemind.connection import Connection
 from echo2p2p.swarm.hivemind.control import (
     by_peer,
     checked_maddr,
@@ -55,6 +56,7 @@ class HivemindNetwork:
         self._table = RecordTable(settings.limits.table)
         self._incoming = IncomingStreams(settings.limits.streams)
         self._opened: set[SocketStream] = set()
+        self._accepting: set[asyncio.Task[None]] = set()
         self._known = by_peer(settings.initial_peers)
         self._said: dict[PeerId, tuple[str, ...]] = {}
         self._node: Node | None = None
@@ -153,12 +155,12 @@ class HivemindNetwork:
         try:
             public_key_of(peer)
             async with asyncio.timeout(timeout_s):
-                reader, writer = await self._open(node, peer, protocol)
+                connection = await self._open(node, peer, protocol)
         except TimeoutError:
             raise DeadlineExceeded(f"{peer} did not open {protocol} within {timeout_s:g} s") from None
         except (PeerUnreachable, VerificationError) as error:
             raise PeerUnreachable(f"{peer} cannot be reached for {protocol}: {error.message}") from None
-        stream = SocketStream(peer, reader, writer, self._limits.streams, self._opened.discard)
+        stream = SocketStream(peer, connection, self._limits.streams, self._opened.discard)
         self._opened.add(stream)
         return stream
 
@@ -170,9 +172,7 @@ class HivemindNetwork:
             while len(self._said) > self._limits.max_said_addresses:
                 del self._said[next(iter(self._said))]
 
-    async def _open(
-        self, node: Node, peer: PeerId, protocol: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self, node: Node, peer: PeerId, protocol: str) -> Connection:
         """Open a stream; where libp2p's routing does not find the peer, dial where it said that it is.
 
         Routing gives no address of a peer that its neighbours see under another kind of address (private,
@@ -199,22 +199,27 @@ class HivemindNetwork:
             del handlers[protocol]
             raise
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection from p2pd that stands for an incoming stream; runs in a task of its own."""
-        # asyncio logs a cancelled task of its stream server as an error; ours are cancelled whenever we close.
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._accept_one(reader, writer)
+    def _accept(self, connection: Connection) -> None:
+        """Serve one connection from p2pd that stands for an incoming stream, in a task of its own."""
+        task = asyncio.get_running_loop().create_task(self._accept_one(connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepted)
 
-    async def _accept_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accepted(self, task: asyncio.Task[None]) -> None:
+        self._accepting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("serving an incoming stream failed", exc_info=error)
+
+    async def _accept_one(self, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._limits.health_timeout_s):
-                remote, protocol = await read_stream_info(reader)
+                remote, protocol = await read_stream_info(connection)
             public_key_of(remote)
         except (OSError, EOFError, VerificationError) as error:  # TimeoutError is an OSError
             logger.info("refused a stream: %s", error)
-            writer.transport.abort()
+            connection.transport.abort()
             return
-        await self._incoming.serve(protocol, SocketStream(remote, reader, writer, self._limits.streams))
+        await self._incoming.serve(protocol, SocketStream(remote, connection, self._limits.streams))
 
     # Records
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from echo2p2p.errors import JoinError, PeerUnreachable
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.hivemind.connection import Connection
 from echo2p2p.swarm.hivemind.control import Control, by_peer
 from echo2p2p.swarm.hivemind.daemon import Daemon, NodeFolder, check_ports_free, p2pd_arguments
 from echo2p2p.swarm.hivemind.streams import StreamLimits
@@ -28,7 +30,7 @@ from echo2p2p.swarm.identity import PeerId
 
 logger = logging.getLogger("echo2p2p.swarm")
 
-Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Accept = Callable[[Connection], None]
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,14 @@ class Node:
                 client_mode=settings.client_mode,
             )
             daemon = await Daemon.start(binary, arguments, timeout_s=timeout_s)
-        buffer_bytes = limits.streams.buffer_bytes
-        control = Control(folder.control_socket, timeout_s=limits.health_timeout_s, buffer_bytes=buffer_bytes)
+        control = Control(folder.control_socket, timeout_s=limits.health_timeout_s)
         node = cls(peer_id, settings, folder, daemon, control)
         try:
             if not await node.healthy():
                 raise JoinError(f"p2pd did not take the identity {settings.identity_path}")
-            node._server = await asyncio.start_unix_server(accept, folder.stream_socket, limit=buffer_bytes)
+            node._server = await asyncio.get_running_loop().create_unix_server(
+                partial(Connection, accept), str(folder.stream_socket)
+            )
             await node._start_dht(admission, table)
         except BaseException:
             await node.end()

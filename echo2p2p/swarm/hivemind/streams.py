@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from echo2p2p.errors import Echo2p2pError, PeerUnreachable
+from echo2p2p.swarm.hivemind.connection import Connection
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import StreamHandler
 
@@ -32,9 +33,9 @@ _SLICE_BYTES = 2**20
 class StreamLimits:
     """What one node spends on streams.
 
-    ``buffer_bytes`` is the read buffer's low mark (it holds at most twice that) and the write buffer's high
-    mark of each stream; asyncio's own 64 KiB costs throughput. ``stall_s`` is how long a write may make no
-    progress; ``linger_s`` how long a close may take to hand over what was written.
+    ``buffer_bytes`` is the write buffer's high mark of each stream; asyncio's own 64 KiB costs throughput.
+    ``stall_s`` is how long a write may make no progress; ``linger_s`` how long a close may take to hand over what
+    was written.
     """
 
     buffer_bytes: int = 2**18
@@ -50,19 +51,17 @@ class SocketStream:
     def __init__(
         self,
         remote: PeerId,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        connection: Connection,
         limits: StreamLimits,
         on_end: Callable[[SocketStream], None] = lambda _: None,
     ) -> None:
         """``on_end`` is called once the connection is given up, closed or aborted."""
         self._remote = remote
-        self._reader = reader
-        self._writer = writer
+        self._connection = connection
         self._limits = limits
         self._on_end = on_end
         self._closing = False
-        writer.transport.set_write_buffer_limits(high=limits.buffer_bytes)
+        connection.transport.set_write_buffer_limits(high=limits.buffer_bytes)
 
     @property
     def remote(self) -> PeerId:
@@ -70,33 +69,48 @@ class SocketStream:
 
     async def read(self, max_bytes: int) -> bytes:
         try:
-            return await self._reader.read(max_bytes)
+            return await self._connection.read(max_bytes)
         except OSError as error:
             raise self._broken(error) from error
 
     async def read_exactly(self, n_bytes: int) -> bytes:
         try:
-            return await self._reader.readexactly(n_bytes)
+            return await self._connection.readexactly(n_bytes)
         except asyncio.IncompleteReadError as error:
-            got = f" after {len(error.partial)} of {n_bytes} bytes" if error.partial else ""
-            raise PeerUnreachable(f"{self._remote} ended the stream{got}") from None
+            raise self._ended(error) from None
         except OSError as error:
             raise self._broken(error) from error
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _SLICE_BYTES):
-            if self._closing or self._writer.transport.is_closing():
-                raise self._broken("it is closed")
-            try:
-                self._writer.write(view[start : start + _SLICE_BYTES])
+    async def read_into(self, target: memoryview) -> None:
+        try:
+            await self._connection.read_into(target)
+        except asyncio.IncompleteReadError as error:
+            raise self._ended(error) from None
+        except OSError as error:
+            raise self._broken(error) from error
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        views = [memoryview(part).cast("B") for part in parts]
+        if sum(map(len, views)) <= _SLICE_BYTES:
+            await self._write(views)
+            return
+        for view in views:
+            for start in range(0, len(view), _SLICE_BYTES):
+                await self._write([view[start : start + _SLICE_BYTES]])
+
+    async def _write(self, views: list[memoryview]) -> None:
+        if self._closing or self._connection.transport.is_closing():
+            raise self._broken("it is closed")
+        try:
+            self._connection.write(*views)
+            if self._connection.must_drain:
                 async with asyncio.timeout(self._limits.stall_s):
-                    await self._writer.drain()
-            except TimeoutError:
-                self.abort()
-                raise self._broken(f"nothing was taken for {self._limits.stall_s:g} s") from None
-            except OSError as error:
-                raise self._broken(error) from error
+                    await self._connection.drain()
+        except TimeoutError:
+            self.abort()
+            raise self._broken(f"nothing was taken for {self._limits.stall_s:g} s") from None
+        except OSError as error:
+            raise self._broken(error) from error
 
     async def close(self) -> None:
         if self._closing:
@@ -106,12 +120,12 @@ class SocketStream:
             async with asyncio.timeout(self._limits.linger_s):
                 # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote.
                 # So say that no more comes, and read until p2pd, having sent everything on, closes its end.
-                if not self._writer.transport.is_closing():
-                    self._writer.write_eof()
-                while await self._reader.read(_SLICE_BYTES):
+                if not self._connection.transport.is_closing():
+                    self._connection.transport.write_eof()
+                while await self._connection.read(_SLICE_BYTES):
                     pass
-                self._writer.close()
-                await self._writer.wait_closed()
+                self._connection.transport.close()
+                await self._connection.wait_closed()
         except (OSError, RuntimeError):  # TimeoutError is an OSError; RuntimeError: uvloop, already closed
             pass
         finally:
@@ -120,8 +134,12 @@ class SocketStream:
     def abort(self) -> None:
         """End the stream at once, whatever is still under way."""
         self._closing = True
-        self._writer.transport.abort()
+        self._connection.transport.abort()
         self._on_end(self)
+
+    def _ended(self, error: asyncio.IncompleteReadError) -> PeerUnreachable:
+        got = f" after {len(error.partial)} of {error.expected} bytes" if error.partial else ""
+        return PeerUnreachable(f"{self._remote} ended the stream{got}")
 
     def _broken(self, reason: object) -> PeerUnreachable:
         return PeerUnreachable(f"the stream with {self._remote} broke: {reason}")
