@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ from echo2p2p.weights.wire import (
     Missing,
     OpenLane,
     Refused,
+    Report,
+    Suspects,
     Waiting,
     Want,
 )
@@ -57,6 +60,8 @@ class ServerLimits:
     heartbeat_s: float = 1.0
     idle_s: float = 120.0
     write_s: float = 30.0
+    suspect_wait_s: float = 10.0
+    """A suspect gets something after this, however much the others want: it may be an honest one."""
     min_bytes_per_s: float = 16 * 1024
     """An asker that takes a chunk more slowly than this, beyond ``write_s``, loses its lane."""
     upload_mbit: float = math.inf
@@ -68,6 +73,8 @@ _BURST_S = 0.05
 _SLICE_BYTES = 16 * 1024
 _MAX_TURN_S = 2.0
 """A chunk is sent within this, however low the cap: its asker waits for the rest of what has begun to come."""
+_LOOK_S = 0.05
+"""How often is looked whether somebody whom the learner suspects can have its turn."""
 _INSTANT_S = 1e-6
 """A wait that is shorter than this is rounding."""
 DEFAULT_SERVER_LIMITS = ServerLimits()
@@ -76,12 +83,26 @@ DEFAULT_SERVER_LIMITS = ServerLimits()
 class ChunkServer:
     """Answers requests on the chunk protocol out of its holdings.
 
+    Args:
+        learner: whose word on suspects is taken.
+        on_report: called with every report and its sender; who takes none refuses them.
+
     Attributes:
         bytes_sent: chunk bytes sent, by version and then by peer.
     """
 
-    def __init__(self, network: Network, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> None:
+    def __init__(
+        self,
+        network: Network,
+        learner: PeerId,
+        limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        *,
+        on_report: Callable[[PeerId, Report], Awaitable[None]] | None = None,
+    ) -> None:
         self._clock = network.clock
+        self._learner = learner
+        self._on_report = on_report
+        self._suspects: Suspects | None = None
         self._network = network
         self._limits = limits
         self._holdings: dict[str, Holding] = {}
@@ -98,9 +119,20 @@ class ChunkServer:
         """Answer for a version, by the digest of its signed manifest. Replaces what was served under it."""
         self._holdings[digest] = holding
         self._members = self._relaying()
+        self._pass_on_suspects()
         self.bytes_sent.setdefault(holding.manifest.version, Counter())
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _pass_on_suspects(self) -> None:
+        """The word on a version may be here before its manifest."""
+        said = self._suspects
+        if said is not None and said.version in self._holdings:
+            self._holdings[said.version].suspect(said.members, said.serial)
+
+    def holding(self, digest: str) -> Holding | None:
+        """What is served of a version; None if nothing is."""
+        return self._holdings.get(digest)
 
     def drop(self, digest: str) -> None:
         """No longer answer for a version. Lanes that are open for it get what is here, then nothing."""
@@ -133,16 +165,24 @@ class ChunkServer:
             request: FirstRequest = await receive(
                 stream, FirstRequest, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.first_request_s
             )
-            if isinstance(request, GetManifest):
-                await self._serve_manifest(stream, request)
-            else:
-                await self._serve_lane(stream, request)
+            match request:
+                case GetManifest():
+                    await self._serve_manifest(stream, request)
+                case OpenLane():
+                    await self._serve_lane(stream, request)
+                case Report() if self._on_report is not None:
+                    await self._on_report(peer, request)
+                case Suspects() if peer == self._learner:
+                    self._suspects = request
+                    self._pass_on_suspects()
+                case _:
+                    await self._reply(stream, Refused("that is not for me, or not for you to say"))
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
 
-    async def _holding(self, stream: Stream, request: FirstRequest) -> Holding | None:
+    async def _holding(self, stream: Stream, request: GetManifest | OpenLane) -> Holding | None:
         """The version that ``stream`` asks for; the news of it may reach this peer later than the asker.
 
         For one older than what is served here nobody waits: it will not come any more.
@@ -178,7 +218,7 @@ class ChunkServer:
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
             return
-        lane = OutgoingLane(holding, self._clock)
+        lane = OutgoingLane(holding, stream.remote, self._clock)
         holding.attach(lane)
         failure: Echo2p2pError | None = None
         try:
@@ -207,7 +247,7 @@ class ChunkServer:
     async def _send_chunks(self, stream: Stream, lane: OutgoingLane, holding: Holding) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
         turn: _Turn | None = None
-        said_s = self._clock.monotonic()
+        said_s = served_s = self._clock.monotonic()
         try:
             while True:
                 lane.wake.clear()
@@ -216,7 +256,12 @@ class ChunkServer:
                     await self._reply(stream, Missing(missing))
                     said_s = self._clock.monotonic()
                 index = lane.peek()
-                if index is not None and turn is None:
+                postponed = (
+                    lane.peer in holding.suspects
+                    and self._clock.monotonic() - served_s < self._limits.suspect_wait_s
+                    and holding.busy
+                )
+                if index is not None and turn is None and not postponed:
                     start, end = holding.manifest.chunk_span(index)
                     turn = _Turn(self._cap, self._clock, end - start)
                 elif index is None and turn is not None:
@@ -224,16 +269,18 @@ class ChunkServer:
                     turn.end()
                     turn = None
                 wait_s = self._limits.heartbeat_s if turn is None else turn.wait_s
+                if postponed and index is not None:
+                    wait_s = _LOOK_S
                 if turn is not None and wait_s <= 0:
                     await self._send_chunk(stream, lane, holding, turn, sent)
                     turn.end()
                     turn = None
-                    said_s = self._clock.monotonic()
+                    said_s = served_s = self._clock.monotonic()
                     continue
                 await set_within(lane.wake, min(wait_s, self._limits.heartbeat_s))
                 # Also between frequent wakes: an asker that waits for its turn must not think this peer silent.
                 silent_s = self._clock.monotonic() - said_s
-                if silent_s >= self._limits.heartbeat_s and (lane.waits or turn is not None):
+                if silent_s >= self._limits.heartbeat_s and (lane.waits or index is not None):
                     await self._reply(stream, Waiting())
                     said_s = self._clock.monotonic()
         finally:
@@ -247,12 +294,14 @@ class ChunkServer:
         index = lane.next_ready()
         if index is None:
             return
+        lane.sending = True
         data = await holding.read(index)
         if data is None:
             await self._reply(stream, Missing((index,)))
-            return
-        await self._reply(stream, Chunk(index, lane.n_ready), data, turn)
-        sent[stream.remote] += len(data)
+        else:
+            await self._reply(stream, Chunk(index, lane.n_ready), data, turn)
+            sent[stream.remote] += len(data)
+        lane.sending = False
 
     async def _reply(
         self, stream: Stream, message: Any, data: bytes | memoryview = b"", turn: _Turn | None = None

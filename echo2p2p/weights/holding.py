@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from echo2p2p.errors import ManifestError, ProtocolError
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.wire import MAX_WANTS, Want
@@ -28,6 +29,10 @@ class Holding:
     Args:
         here: the chunks that are in the store already and are not to arrive.
         buffer: long enough for all that is to arrive; None if nothing is.
+
+    Attributes:
+        suspects: members that should not relay it, as the learner says; they are served when nobody else wants
+            anything.
     """
 
     def __init__(
@@ -53,6 +58,20 @@ class Holding:
             self._here[index] = _STORED
         # In the order in which they opened, so that a run under virtual time can be repeated.
         self._lanes: dict[OutgoingLane, None] = {}
+        self.suspects: frozenset[PeerId] = frozenset()
+        self._serial = -1
+
+    def suspect(self, members: Iterable[int], serial: int) -> None:
+        """The learner's word on who should not relay it; an older one than the last counts for nothing."""
+        if serial > self._serial:
+            relays = self.manifest.members
+            self.suspects = frozenset(relays[at].peer for at in members if at < len(relays))
+            self._serial = serial
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being sent, or could be, to somebody who is no suspect."""
+        return any(lane.sending or lane.n_ready for lane in self._lanes if lane.peer not in self.suspects)
 
     def holds(self, index: int) -> bool:
         return bool(self._here[index])
@@ -106,10 +125,12 @@ class Holding:
 
 
 class OutgoingLane:
-    """What one peer wants of one version, and which of it can be sent now."""
+    """What ``peer`` wants of one version, and which of it can be sent now; ``sending``: whether some of it is."""
 
-    def __init__(self, holding: Holding, clock: Clock) -> None:
+    def __init__(self, holding: Holding, peer: PeerId, clock: Clock) -> None:
         self.wake = asyncio.Event()
+        self.peer = peer
+        self.sending = False
         self._holding = holding
         self._clock = clock
         self._ready: dict[int, None] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -248,13 +248,42 @@ def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
 
 
 class RelayPlan:
-    """From whom each member gets each chunk, and who stands in for whom. ``relays`` may be empty."""
+    """From whom each member gets each chunk, and who stands in for whom. ``relays`` may be empty.
 
-    def __init__(self, relays: Sequence[PeerId], planned: Sequence[Tree], dealt: Sequence[int]) -> None:
+    Args:
+        suspects: members that nobody gets anything from; they get theirs as a peer that is no member does.
+    """
+
+    def __init__(
+        self,
+        relays: Sequence[PeerId],
+        planned: Sequence[Tree],
+        dealt: Sequence[int],
+        suspects: Collection[PeerId] = (),
+    ) -> None:
         self.relays = tuple(relays)
         self._places = {peer: at for at, peer in enumerate(relays)}
         self._trees = planned
         self._dealt = dealt
+        self._suspects = frozenset(self._places[peer] for peer in suspects if peer in self._places)
+        self._last = [self._last_of(tree) for tree in planned]
+
+    def without(self, suspects: Collection[PeerId]) -> RelayPlan:
+        """The same plan with these ``suspects``, and no others."""
+        return RelayPlan(self.relays, self._trees, self._dealt, suspects)
+
+    def _last_of(self, tree: Tree) -> tuple[int, ...]:
+        """Those behind whom there is nobody but suspects."""
+        if not self._suspects:
+            return tree.leaves
+        ahead_of_some: set[int] = set()
+        last = []
+        for at in reversed(tree.top_down):
+            if at not in self._suspects and at not in ahead_of_some:
+                last.append(at)
+            if tree.parent[at] != _LEARNER and (at not in self._suspects or at in ahead_of_some):
+                ahead_of_some.add(tree.parent[at])
+        return tuple(sorted(last))
 
     def first_holder(self, chunk: int) -> PeerId:
         """Who gets ``chunk`` from the learner."""
@@ -268,23 +297,28 @@ class RelayPlan:
         """The members that get ``chunk`` before ``me``: its source first, then who stands in for whom.
 
         For a member that is gone stands in one of its children, another one for each chunk: the eldest, who gets
-        the chunk from further up, while its siblings get it from the eldest. A peer that is no member gets its
-        chunks from leaves.
+        the chunk from further up, while its siblings get it from the eldest. A peer that is no member, or a
+        suspect, gets its chunks from leaves.
         """
         if not self.relays:
             return
         tree = self._trees[self._dealt[chunk]]
+        last = self._last[self._dealt[chunk]]
         turn = chunk // len(self._trees)
         at = self._places.get(me, _LEARNER)
-        if at == _LEARNER:
-            at = tree.leaves[turn % len(tree.leaves)]
+        if at == _LEARNER or at in self._suspects:
+            if not last:
+                return
+            at = last[turn % len(last)]
             yield self.relays[at]
         while (parent := tree.parent[at]) != _LEARNER:
-            yield self.relays[parent]
+            if parent not in self._suspects:
+                yield self.relays[parent]
             for sibling in _rotated(tree.children[parent], turn):
                 if sibling == at:
                     break
-                yield self.relays[sibling]
+                if sibling not in self._suspects:
+                    yield self.relays[sibling]
             at = parent
 
     def others(self, chunk: int) -> Iterator[PeerId]:

@@ -34,7 +34,7 @@ class Schedule:
         me: this peer; may or may not be one of the plan's relays.
         learner: the source of last resort, and the first for this peer's own stripe.
         have: chunks that are here already.
-        suspects: sources that failed lately; asked only after the others.
+        unreliable: sources that failed lately; asked only after the others.
         banned: sources that are never asked.
         others: peers outside the plan that may have chunks; asked when everybody else has been.
     """
@@ -47,14 +47,15 @@ class Schedule:
         me: PeerId,
         learner: PeerId,
         have: Collection[int] = (),
-        suspects: Collection[PeerId] = (),
+        unreliable: Collection[PeerId] = (),
         banned: Collection[PeerId] = (),
         others: Collection[PeerId] = (),
     ) -> None:
         self._plan = plan
         self._me = me
         self._learner = learner
-        self._suspects = frozenset(suspects)
+        self._unreliable = frozenset(unreliable)
+        self._distrusted: frozenset[PeerId] = frozenset()
         self._gone = set(banned)
         known = {me, learner, *plan.relays}
         self._others = [peer for peer in dict.fromkeys(others) if peer not in known]
@@ -158,6 +159,32 @@ class Schedule:
             self._relieved.discard(chunk)
             self._drop_copy(chunk)
 
+    def distrust(self, suspects: Collection[PeerId]) -> dict[PeerId, list[int]]:
+        """The learner suspects these members, and no others: whoever is one is asked no more where others are left.
+
+        A peer that is suspected itself gives up its place, and gets everything from those at the ends of the trees.
+
+        Returns:
+            By source, the chunks that it was asked for and that are now asked of others.
+        """
+        self._plan = self._plan.without(suspects)
+        self._distrusted = frozenset(suspects)
+        self._step.clear()
+        turned_from: Collection[PeerId] = self._distrusted
+        if self._me in self._distrusted:
+            turned_from = list(self._queues)
+            self._renounced.extend(sorted(self._missing))
+        moved = {source: list(self._open[source]) for source in turned_from if self._open[source]}
+        chunks: list[int] = []
+        for source in turned_from:
+            chunks += [*self._open[source], *(chunk for chunk, _ in self._queues[source])]
+            self._open[source].clear()
+            self._queues[source].clear()
+        self._relieved.difference_update(chunks)
+        for chunk in chunks:
+            self._drop_copy(chunk)
+        return moved
+
     def relieve(self, source: PeerId, keep: int) -> int:
         """Ask others too for all but the first ``keep`` chunks of a slow ``source``; how many that were.
 
@@ -208,7 +235,7 @@ class Schedule:
     def _begin(self, chunk: int) -> None:
         """As :meth:`_forward`, without laying out the whole route of a chunk whose first source is there."""
         source = self._plan.source(chunk, self._me) or self._learner
-        if source in self._gone or source in self._suspects:
+        if source in self._gone or source in self._unreliable:
             self._forward(chunk)
         else:
             self._queue(chunk, source, True, 1)
@@ -259,13 +286,14 @@ class Schedule:
         ahead = list(self._plan.ahead(chunk, self._me))
         passed = {self._me, *ahead}
         behind = [peer for peer in self._plan.others(chunk) if peer not in passed]
-        trusted = [source for source in ahead if source not in self._suspects]
+        behind.sort(key=self._distrusted.__contains__)
+        trusted = [source for source in ahead if source not in self._unreliable]
         yield from ((source, True) for source in trusted)
         # The first holder gets its chunks from the learner; who stands in for it first looks around.
-        guesses = behind[: _GUESSES if ahead else 0]
+        guesses = [peer for peer in behind if peer not in self._distrusted][: _GUESSES if ahead else 0]
         yield from ((source, False) for source in guesses)
         yield self._learner, True
-        yield from ((source, True) for source in ahead if source in self._suspects)
-        yield from ((source, True) for source in behind[len(guesses) :])
+        yield from ((source, True) for source in ahead if source in self._unreliable)
+        yield from ((source, True) for source in behind if source not in guesses)
         yield from ((source, True) for source in guesses)
         yield from ((source, False) for source in self._others)

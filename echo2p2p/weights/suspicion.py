@@ -1,0 +1,120 @@
+"""Which members of a version should not relay it, by what the others report of them. Pure.
+
+A reader bans a source whose chunk does not hash to what the learner signed for, and tells the learner. It cannot
+prove that to a third, so all that a report shows is that one of the two lies: suspects are a few members that
+together explain every report. Whoever is suspected without reason loses its place in the relay, and nothing else.
+
+Who lets others wait and never sends is reported as slow, and sits out a few versions. Those behind it wait as well,
+and are reported too; so whoever has reported a source itself is excused, once in that time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
+
+from echo2p2p.swarm.identity import PeerId
+
+T = TypeVar("T")
+
+MAX_NAMED = 4
+"""Members that one accuser can name as liars: the first, as long as they are members."""
+REST_VERSIONS = 8
+"""Versions that a slow member sits out; twice as many each time that it is found slow again."""
+_MAX_REST_VERSIONS = 64
+_MAX_PEERS = 4096
+"""Peers of whom anything is remembered: many more than there are members at any time."""
+
+
+class Suspicion:
+    """Who was named by whom, for the length of a run."""
+
+    def __init__(self) -> None:
+        self._lied: dict[PeerId, tuple[PeerId, ...]] = {}
+        self._slow: dict[PeerId, tuple[int, tuple[PeerId, ...]]] = {}
+        self._rests: dict[PeerId, tuple[int, int]] = {}
+        self._excused: dict[PeerId, int] = {}
+
+    def lied(self, accuser: PeerId, named: Iterable[PeerId], members: Collection[PeerId]) -> bool:
+        """``accuser`` was sent wrong bytes by ``named``; whether that is news. Only ``members`` count."""
+        if accuser not in members:
+            return False
+        known = tuple(peer for peer in self._lied.get(accuser, ()) if peer in members)
+        new = [peer for peer in dict.fromkeys(named) if peer in members and peer not in (accuser, *known)]
+        latest = (*known, *new)[:MAX_NAMED]
+        if len(latest) == len(known):
+            return False
+        _remember(self._lied, accuser, latest)
+        return True
+
+    def slow(self, accuser: PeerId, named: Iterable[PeerId], version: int) -> None:
+        """``accuser`` has waited in vain for what ``named`` were to send of ``version``."""
+        before, already = self._slow.get(accuser, (-1, ()))
+        if version >= before:
+            others = (*(already if version == before else ()), *(peer for peer in named if peer != accuser))
+            _remember(self._slow, accuser, (version, tuple(dict.fromkeys(others))[:MAX_NAMED]))
+
+    def suspects(self, members: Sequence[PeerId]) -> list[PeerId]:
+        """The ``members`` that explain all reports of lies between them, the most certain first; a third at most.
+
+        Again and again whoever stands out among those whose reports are not explained yet: by as many others as
+        named it, or by all that it is at odds with but one. So one accuser is believed about two, of two that name
+        each other neither is, and a chain of liars loses to the second honest member that met it.
+        """
+        present = set(members)
+        reports = {
+            (accuser, peer)
+            for accuser, named in self._lied.items()
+            for peer in named
+            if accuser in present and peer in present
+        }
+        found: list[PeerId] = []
+        while reports:
+            named_by: dict[PeerId, set[PeerId]] = defaultdict(set)
+            at_odds: dict[PeerId, set[PeerId]] = defaultdict(set)
+            for accuser, peer in reports:
+                named_by[peer].add(accuser)
+                at_odds[peer].add(accuser)
+                at_odds[accuser].add(peer)
+            weights = {
+                peer: (max(len(named_by[peer]), len(others) - 1), len(named_by[peer]), len(others))
+                for peer, others in at_odds.items()
+            }
+            heaviest = max(weights.values())
+            found += sorted(peer for peer, weight in weights.items() if weight == heaviest)
+            reports = {(accuser, peer) for accuser, peer in reports if not {accuser, peer} & set(found)}
+        return found[: len(members) // 3]
+
+    def leaves(self, members: Sequence[PeerId], version: int) -> list[PeerId]:
+        """The ``members`` that should forward nothing of ``version``: suspects, and slow ones that sit out."""
+        self._judge(version)
+        resting = [peer for peer in members if self._rests.get(peer, (-1, 0))[0] >= version]
+        return list(dict.fromkeys([*self.suspects(members), *resting]))[: len(members) // 3]
+
+    def _judge(self, version: int) -> None:
+        """Whoever was found slow before ``version`` rests from it on."""
+        reports = list(self._slow.values())
+        reporters = {accuser: each[0] for accuser, each in self._slow.items()}
+        self._slow.clear()
+        for of, named in reports:
+            for peer in named:
+                until, length = self._rests.get(peer, (-1, 0))
+                if of <= until:
+                    continue  # it was resting, or was found slow by somebody else just now
+                excused = self._excused.get(peer)
+                if reporters.get(peer) == of and excused in (None, of):
+                    _remember(self._excused, peer, of)
+                    continue
+                length = min(_MAX_REST_VERSIONS, 2 * length or REST_VERSIONS)
+                _remember(self._rests, peer, (version + length - 1, length))
+        for peer in [peer for peer, of in self._excused.items() if of + REST_VERSIONS < version]:
+            del self._excused[peer]
+
+
+def _remember(memory: dict[PeerId, T], peer: PeerId, what: T) -> None:
+    """Put ``what`` into ``memory`` as the newest of no more than :data:`_MAX_PEERS`."""
+    memory.pop(peer, None)
+    memory[peer] = what
+    if len(memory) > _MAX_PEERS:
+        del memory[next(iter(memory))]
