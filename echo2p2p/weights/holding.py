@@ -70,8 +70,12 @@ class Holding:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being sent, or could be, to somebody who is no suspect."""
-        return any(lane.sending or lane.n_ready for lane in self._lanes if lane.peer not in self.suspects)
+        """Whether anybody who is no suspect waits here for anything.
+
+        Also for what is still to arrive: a link that passes on what comes in has nothing to spare in between, only
+        buffers in which it would pile up.
+        """
+        return any(lane.sending or lane.wants for lane in self._lanes if lane.peer not in self.suspects)
 
     def holds(self, index: int) -> bool:
         return bool(self._here[index])
@@ -203,6 +207,10 @@ class OutgoingLane:
     @property
     def n_ready(self) -> int:
         return len(self._ready)
+
+    @property
+    def wants(self) -> bool:
+        return bool(self._wanted)
 
     @property
     def waits(self) -> bool:

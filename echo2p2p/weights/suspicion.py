@@ -10,7 +10,7 @@ and are reported too; so whoever has reported a source itself is excused, once i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 MAX_NAMED = 4
 """Members that one accuser can name as liars: the first, as long as they are members."""
+_BELIEVED = 2
+"""Members of whom a suspect is still believed to have been lied to by them; not if it names more."""
 REST_VERSIONS = 8
 """Versions that a slow member sits out; twice as many each time that it is found slow again."""
 _MAX_REST_VERSIONS = 64
@@ -60,16 +62,18 @@ class Suspicion:
 
         Again and again whoever stands out among those whose reports are not explained yet: by as many others as
         named it, or by all that it is at odds with but one. So one accuser is believed about two, of two that name
-        each other neither is, and a chain of liars loses to the second honest member that met it.
+        each other neither is, and a chain of liars loses to the second honest member that met it. Last come those
+        whom a suspect has named, for the second liar in a row was lied to as well; not if they named it too.
         """
         present = set(members)
-        reports = {
+        heard = {
             (accuser, peer)
             for accuser, named in self._lied.items()
             for peer in named
             if accuser in present and peer in present
         }
         found: list[PeerId] = []
+        reports = heard
         while reports:
             named_by: dict[PeerId, set[PeerId]] = defaultdict(set)
             at_odds: dict[PeerId, set[PeerId]] = defaultdict(set)
@@ -84,6 +88,14 @@ class Suspicion:
             heaviest = max(weights.values())
             found += sorted(peer for peer, weight in weights.items() if weight == heaviest)
             reports = {(accuser, peer) for accuser, peer in reports if not {accuser, peer} & set(found)}
+        words = Counter(accuser for accuser, _ in heard)
+        found += sorted(
+            {
+                peer
+                for accuser, peer in heard
+                if peer not in found and (peer, accuser) not in heard and words[accuser] <= _BELIEVED
+            }
+        )
         return found[: len(members) // 3]
 
     def leaves(self, members: Sequence[PeerId], version: int) -> list[PeerId]:

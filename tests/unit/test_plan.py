@@ -101,6 +101,27 @@ def test_in_a_chain_the_one_before_stands_in() -> None:
         assert list(plan.ahead(7, me)) == order[:place][::-1]
 
 
+@given(
+    st.integers(1, 30),
+    st.lists(st.floats(0, 100), min_size=1, max_size=12),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 11)),
+)
+def test_nobody_gets_anything_from_a_suspect_and_suspects_wait_for_those_at_the_ends(
+    n_chunks: int, rates: list[float], k: int, chosen: set[int]
+) -> None:
+    suspects = {PEERS[at] for at in chosen}
+    plan = plan_for(n_chunks, rates, k).without(suspects)
+    for chunk in range(n_chunks):
+        ahead = {me: list(plan.ahead(chunk, me)) for me in plan.relays}
+        for me, before in ahead.items():
+            assert len(before) == len(set(before))
+            assert not suspects.intersection(before)
+            assert all(me not in ahead[peer] for peer in before)
+            assert before or me not in suspects or suspects.issuperset(plan.relays)
+    assert list(plan.without(()).ahead(0, PEERS[0])) == list(plan_for(n_chunks, rates, k).ahead(0, PEERS[0]))
+
+
 def test_without_members_there_is_nobody_to_relay() -> None:
     plan = plan_for(5, [], 1)
     assert plan.relays == ()
@@ -207,6 +228,20 @@ def test_nobody_waits_for_a_peer_that_waits_for_it() -> None:
         assert not any((peer, me) in edges for me, peer in edges)
 
 
+def test_what_a_suspect_owes_is_asked_of_who_is_ahead_of_it_and_cancelled_there() -> None:
+    plan = plan_for(10, [50.0] * 4, 1)
+    first, second, third, last = sorted(PEERS[:4], key=lambda me: len(list(plan.ahead(0, me))))
+    it = Schedule(10, plan, me=last, learner=LEARNER)
+    opened = it.take(third, 4)[True]
+    assert it.distrust([third]) == {third: opened}
+    assert (it.load(third), it.load(second)) == (0, 10)
+    assert it.take_renounced() == []
+    suspected = Schedule(10, plan, me=second, learner=LEARNER)
+    suspected.distrust([first, second])
+    assert suspected.take_renounced() == list(range(10))
+    assert suspected.load(last) == 10
+
+
 def test_the_first_of_two_copies_counts_and_names_where_to_cancel() -> None:
     it = schedule()
     owed = take_all(it, PEERS[1])
@@ -240,7 +275,9 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
             continue
         source = rng.choice(busy)
         chunks = take_all(it, source)
-        match rng.randrange(5):
+        match rng.randrange(6):
+            case 5:
+                it.distrust(rng.sample(PEERS[:n], rng.randint(0, n // 2)))
             case 0 if source != LEARNER or not honest:
                 it.failed(source, for_good=rng.random() < 0.2)
             case 1 if source != LEARNER or not honest:
