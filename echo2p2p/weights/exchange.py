@@ -255,21 +255,21 @@ class ChunkServer:
                 if missing:
                     await self._reply(stream, Missing(missing))
                     said_s = self._clock.monotonic()
-                index = lane.peek()
                 postponed = (
                     lane.peer in holding.suspects
                     and self._clock.monotonic() - served_s < self._limits.suspect_wait_s
                     and holding.busy
                 )
-                if index is not None and turn is None and not postponed:
+                index = None if postponed else lane.peek()
+                if index is not None and turn is None:
                     start, end = holding.manifest.chunk_span(index)
                     turn = _Turn(self._cap, self._clock, end - start)
                 elif index is None and turn is not None:
-                    # It came to the asker from elsewhere meanwhile.
+                    # It came to the asker from elsewhere meanwhile, or others go before.
                     turn.end()
                     turn = None
                 wait_s = self._limits.heartbeat_s if turn is None else turn.wait_s
-                if postponed and index is not None:
+                if postponed and lane.n_ready:
                     wait_s = _LOOK_S
                 if turn is not None and wait_s <= 0:
                     await self._send_chunk(stream, lane, holding, turn, sent)
@@ -280,7 +280,7 @@ class ChunkServer:
                 await set_within(lane.wake, min(wait_s, self._limits.heartbeat_s))
                 # Also between frequent wakes: an asker that waits for its turn must not think this peer silent.
                 silent_s = self._clock.monotonic() - said_s
-                if silent_s >= self._limits.heartbeat_s and (lane.waits or index is not None):
+                if silent_s >= self._limits.heartbeat_s and (lane.waits or lane.n_ready):
                     await self._reply(stream, Waiting())
                     said_s = self._clock.monotonic()
         finally:

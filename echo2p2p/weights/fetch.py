@@ -315,7 +315,10 @@ class Fetch:
                 missing_bytes = self.missing_bytes
                 if silent or self._is_little(seen_bytes - missing_bytes):
                     waited = {source for source in self._lanes if self._schedule.open_at(source)}
-                    self._report(slow=waited - {self._learner})
+                    # Who waited for the learner names itself: it is no fault of its own.
+                    self._report(
+                        slow={self._network.peer_id if each == self._learner else each for each in waited}
+                    )
                     self._schedule.rescue(n_rescued)
                     n_rescued *= 2
                     rescued_s = now

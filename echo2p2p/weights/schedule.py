@@ -167,11 +167,12 @@ class Schedule:
         Returns:
             By source, the chunks that it was asked for and that are now asked of others.
         """
+        already = self._me in self._distrusted
         self._plan = self._plan.without(suspects)
         self._distrusted = frozenset(suspects)
         self._step.clear()
         turned_from: Collection[PeerId] = self._distrusted
-        if self._me in self._distrusted:
+        if self._me in self._distrusted and not already:
             turned_from = list(self._queues)
             self._renounced.extend(sorted(self._missing))
         moved = {source: list(self._open[source]) for source in turned_from if self._open[source]}

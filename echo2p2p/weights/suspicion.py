@@ -37,6 +37,8 @@ class Suspicion:
         self._slow: dict[PeerId, tuple[int, tuple[PeerId, ...]]] = {}
         self._rests: dict[PeerId, tuple[int, int]] = {}
         self._excused: dict[PeerId, int] = {}
+        self._version = -1
+        self._turn = 0
 
     def lied(self, accuser: PeerId, named: Iterable[PeerId], members: Collection[PeerId]) -> bool:
         """``accuser`` was sent wrong bytes by ``named``; whether that is news. Only ``members`` count."""
@@ -51,11 +53,11 @@ class Suspicion:
         return True
 
     def slow(self, accuser: PeerId, named: Iterable[PeerId], version: int) -> None:
-        """``accuser`` has waited in vain for what ``named`` were to send of ``version``."""
+        """``accuser`` has waited in vain for what ``named`` were to send of ``version``; itself: for the learner."""
         before, already = self._slow.get(accuser, (-1, ()))
         if version >= before:
-            others = (*(already if version == before else ()), *(peer for peer in named if peer != accuser))
-            _remember(self._slow, accuser, (version, tuple(dict.fromkeys(others))[:MAX_NAMED]))
+            named = dict.fromkeys([*(already if version == before else ()), *named])
+            _remember(self._slow, accuser, (version, tuple(named)[:MAX_NAMED]))
 
     def suspects(self, members: Sequence[PeerId]) -> list[PeerId]:
         """The ``members`` that explain all reports of lies between them, the most certain first; a third at most.
@@ -99,28 +101,32 @@ class Suspicion:
         return found[: len(members) // 3]
 
     def leaves(self, members: Sequence[PeerId], version: int) -> list[PeerId]:
-        """The ``members`` that should forward nothing of ``version``: suspects, and slow ones that sit out."""
-        self._judge(version)
-        resting = [peer for peer in members if self._rests.get(peer, (-1, 0))[0] >= version]
+        """The ``members`` that should forward nothing of the next ``version``: suspects, and slow ones that rest."""
+        if version != self._version:
+            self._judge()
+            self._version, self._turn = version, self._turn + 1
+        resting = [peer for peer in members if self._resting(peer)]
         return list(dict.fromkeys([*self.suspects(members), *resting]))[: len(members) // 3]
 
-    def _judge(self, version: int) -> None:
-        """Whoever was found slow before ``version`` rests from it on."""
-        reports = list(self._slow.values())
-        reporters = {accuser: each[0] for accuser, each in self._slow.items()}
+    def _resting(self, peer: PeerId) -> bool:
+        return self._rests.get(peer, (-1, 0))[0] >= self._turn
+
+    def _judge(self) -> None:
+        """Whoever was found slow in what has been published so far rests from the next version on."""
+        reports = list(self._slow.items())
+        reported_itself = {(accuser, version) for accuser, (version, _) in reports}
         self._slow.clear()
-        for of, named in reports:
+        for accuser, (version, named) in reports:
             for peer in named:
-                until, length = self._rests.get(peer, (-1, 0))
-                if of <= until:
-                    continue  # it was resting, or was found slow by somebody else just now
-                excused = self._excused.get(peer)
-                if reporters.get(peer) == of and excused in (None, of):
-                    _remember(self._excused, peer, of)
+                # Who rests has nothing to send; so it is, too, with who was found slow by another one just now.
+                if peer == accuser or self._resting(peer):
                     continue
-                length = min(_MAX_REST_VERSIONS, 2 * length or REST_VERSIONS)
-                _remember(self._rests, peer, (version + length - 1, length))
-        for peer in [peer for peer, of in self._excused.items() if of + REST_VERSIONS < version]:
+                if (peer, version) in reported_itself and self._excused.get(peer, self._turn) == self._turn:
+                    _remember(self._excused, peer, self._turn)
+                    continue
+                rest = min(_MAX_REST_VERSIONS, 2 * self._rests.get(peer, (0, 0))[1] or REST_VERSIONS)
+                _remember(self._rests, peer, (self._turn + rest, rest))
+        for peer in [peer for peer, turn in self._excused.items() if turn + REST_VERSIONS <= self._turn]:
             del self._excused[peer]
 
 

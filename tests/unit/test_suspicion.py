@@ -116,7 +116,19 @@ def test_who_blames_another_one_each_time_is_excused_once() -> None:
     it.slow("peer-4", ["peer-2"], 1)
     it.slow("peer-5", ["peer-4"], 1)
     assert set(it.leaves(MEMBERS, 2)) == {"peer-2", "peer-3", "peer-4"}
+    for version in range(3, 2 + REST_VERSIONS):
+        assert it.leaves(MEMBERS, version)
     assert it.leaves(MEMBERS, 2 + REST_VERSIONS) == []
+
+
+def test_who_waited_for_the_learner_is_not_to_blame_and_versions_may_come_in_steps() -> None:
+    it = Suspicion()
+    for at in range(2, 9):
+        it.slow(f"peer-{at}", [f"peer-{at - 1}"], 12)
+    it.slow("peer-1", ["peer-1"], 12)
+    assert it.leaves(MEMBERS, 16) == []
+    it.slow("peer-2", ["peer-1"], 16)
+    assert [it.leaves(MEMBERS, version) for version in (20, 20, 24)] == [["peer-1"]] * 3
 
 
 def test_liars_come_before_slow_ones_where_there_are_too_many() -> None:
