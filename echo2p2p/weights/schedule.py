@@ -160,31 +160,42 @@ class Schedule:
             self._drop_copy(chunk)
 
     def distrust(self, suspects: Collection[PeerId]) -> dict[PeerId, list[int]]:
-        """The learner suspects these members, and no others: whoever is one is asked no more where others are left.
+        """The learner suspects these members, and no others: everything missing is asked as if it had begun so.
 
-        A peer that is suspected itself gives up its place, and gets everything from those at the ends of the trees.
+        In the order in which it is planned, too: who has turned from one liar to the next has lost that. A peer that
+        comes under suspicion itself gives up its place, and gets everything from those at the ends of the trees.
 
         Returns:
             By source, the chunks that it was asked for and that are now asked of others.
         """
-        already = self._me in self._distrusted
+        if self._me in suspects and self._me not in self._distrusted:
+            self._renounced.extend(sorted(self._missing))
         self._plan = self._plan.without(suspects)
         self._distrusted = frozenset(suspects)
-        self._step.clear()
-        turned_from: Collection[PeerId] = self._distrusted
-        if self._me in self._distrusted and not already:
-            turned_from = list(self._queues)
-            self._renounced.extend(sorted(self._missing))
-        moved = {source: list(self._open[source]) for source in turned_from if self._open[source]}
-        chunks: list[int] = []
-        for source in turned_from:
-            chunks += [*self._open[source], *(chunk for chunk, _ in self._queues[source])]
-            self._open[source].clear()
-            self._queues[source].clear()
-        self._relieved.difference_update(chunks)
-        for chunk in chunks:
-            self._drop_copy(chunk)
+        for state in (
+            self._step,
+            self._parked,
+            self._relieved,
+            self._unobtainable,
+            self._queues,
+            self._copies,
+        ):
+            state.clear()
+        first = {chunk: self._first(chunk) for chunk in sorted(self._missing)}
+        moved: dict[PeerId, list[int]] = {}
+        for source, chunks in self._open.items():
+            moved[source] = [chunk for chunk in chunks if first[chunk] != source]
+            self._open[source] = {chunk: None for chunk in chunks if first[chunk] == source}
+            self._copies.update(list(self._open[source]))
+        for chunk in first:
+            if not self._copies[chunk]:
+                self._begin(chunk)
         return moved
+
+    def _first(self, chunk: int) -> PeerId:
+        """Who is asked for ``chunk`` before all others, of those that can be."""
+        passed = self._gone | self._unreliable
+        return next((peer for peer in self._plan.ahead(chunk, self._me) if peer not in passed), self._learner)
 
     def relieve(self, source: PeerId, keep: int) -> int:
         """Ask others too for all but the first ``keep`` chunks of a slow ``source``; how many that were.

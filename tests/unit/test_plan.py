@@ -266,6 +266,7 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
     it = schedule(n_chunks=n_chunks, n=n, have=rng.sample(range(n_chunks), rng.randint(0, n_chunks)))
     have = set(range(n_chunks)) - it.missing
     honest = rng.random() < 0.5
+    words = 20
     for _ in range(20_000):
         it.next_round()
         busy = it.busy_sources()
@@ -276,7 +277,8 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
         source = rng.choice(busy)
         chunks = take_all(it, source)
         match rng.randrange(6):
-            case 5:
+            case 5 if words:
+                words -= 1
                 it.distrust(rng.sample(PEERS[:n], rng.randint(0, n // 2)))
             case 0 if source != LEARNER or not honest:
                 it.failed(source, for_good=rng.random() < 0.2)
