@@ -172,14 +172,9 @@ class Schedule:
             self._renounced.extend(sorted(self._missing))
         self._plan = self._plan.without(suspects)
         self._distrusted = frozenset(suspects)
-        for state in (
-            self._step,
-            self._parked,
-            self._relieved,
-            self._unobtainable,
-            self._queues,
-            self._copies,
-        ):
+        for queue in self._queues.values():
+            queue.clear()
+        for state in (self._step, self._parked, self._relieved, self._unobtainable, self._copies):
             state.clear()
         first = {chunk: self._first(chunk) for chunk in sorted(self._missing)}
         moved: dict[PeerId, list[int]] = {}
