@@ -26,7 +26,7 @@ from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.weights.holding import Holding, set_within
 from echo2p2p.weights.lane import FetchLimits, Lane
-from echo2p2p.weights.plan import relay_plan
+from echo2p2p.weights.plan import RelayPlan, relay_plan
 from echo2p2p.weights.rate import TokenBucket
 from echo2p2p.weights.reports import tell
 from echo2p2p.weights.schedule import Schedule
@@ -122,7 +122,6 @@ class Fetch:
                 storing = self._group.create_task(self._write_to_store())
                 sources = max(1, len(self._schedule.busy_sources()))
                 self._streams = max(1, min(_MAX_STREAMS_PER_SOURCE, _STREAMS // sources))
-                self._heed_suspects()
                 self._open_lanes()
                 relaying = {member.peer for member in self._manifest.members if member.upload_mbit > 0}
                 self._report(lied=relaying & self._standing.banned.keys())
@@ -160,16 +159,21 @@ class Fetch:
     def _plan(self, here: list[int]) -> Schedule:
         """Off the loop, too: it takes a while with a hundred thousand chunks."""
         manifest = self._manifest
-        n_whole = manifest.whole.stop
         return Schedule(
             manifest.n_chunks,
-            relay_plan(manifest.n_chunks, n_whole, manifest.members, manifest.trees, manifest.patch_trees),
+            self._relay_plan(),
             me=self._network.peer_id,
             learner=self._learner,
             have=(set(range(manifest.n_chunks)) - set(self._wanted)).union(here),
             unreliable=self._standing.unreliable(),
             banned=self._standing.banned,
             others=self._others,
+        )
+
+    def _relay_plan(self) -> RelayPlan:
+        each = self._manifest
+        return relay_plan(
+            each.n_chunks, each.whole.stop, each.members, each.trees, each.patch_trees, self._suspects
         )
 
     @property
@@ -239,12 +243,13 @@ class Fetch:
             message = Report(self._version, *(indices[:MAX_WANTS] for indices in new))
             self._reports.append(self._group.create_task(tell(self._network, self._learner, message)))
 
-    def _heed_suspects(self) -> None:
+    async def _heed_suspects(self) -> None:
         """Turn away from those whom the learner has come to suspect."""
         if self._suspects == self._holding.suspects:
             return
         self._suspects = self._holding.suspects
-        for source, chunks in self._schedule.distrust(self._suspects).items():
+        plan = await self._clock.offload(self._relay_plan)
+        for source, chunks in self._schedule.replan(plan).items():
             for chunk in chunks if source in self._lanes else ():
                 self._lanes[source].cancel(chunk)
 
@@ -304,7 +309,7 @@ class Fetch:
                 raise DeadlineExceeded(
                     f"{self._what_is_missing()}: nothing came for {self._limits.starved_s:g} s"
                 )
-            self._heed_suspects()
+            await self._heed_suspects()
             self._schedule.next_round()
             for lane, keep in self._slow_lanes(now, now - started_s):
                 self._schedule.relieve(lane.source, keep)

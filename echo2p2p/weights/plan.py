@@ -219,22 +219,32 @@ def best_tree_count(
     return min(counts, key=lambda k: (seconds(k), k)) if members else 1
 
 
-def relay_plan(n_chunks: int, n_whole: int, members: Sequence[Member], k: int, k_patch: int) -> RelayPlan:
+def relay_plan(
+    n_chunks: int,
+    n_whole: int,
+    members: Sequence[Member],
+    k: int,
+    k_patch: int,
+    suspects: Collection[PeerId] = (),
+) -> RelayPlan:
     """The plan for the chunks of one version among ``members``; the same on every peer.
 
     The trees' chunks are interleaved, so that every member is busy from the first moment to the last.
 
     Args:
         n_whole: the first so many chunks go over ``k`` trees, the others over ``k_patch``.
+        suspects: members that get their chunks as if they were none, and from whom nobody gets any.
     """
-    uplinks = [member.upload_mbit for member in members]
+    relaying = [member for member in members if member.peer not in suspects]
+    uplinks = [member.upload_mbit for member in relaying]
     planned: list[Tree] = []
     dealt: list[int] = []
-    if members:
+    if relaying:
         for count, trees_ in ((n_whole, trees(uplinks, k)), (n_chunks - n_whole, trees(uplinks, k_patch))):
             dealt += [len(planned) + at for at in _deal(count, trees_)]
             planned += trees_
-    return RelayPlan([member.peer for member in members], planned, dealt)
+    left_out = [member.peer for member in members if member.peer in suspects]
+    return RelayPlan([member.peer for member in relaying], planned, dealt, left_out)
 
 
 def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
@@ -250,8 +260,7 @@ def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
 class RelayPlan:
     """From whom each member gets each chunk, and who stands in for whom. ``relays`` may be empty.
 
-    Args:
-        suspects: members that nobody gets anything from; they get theirs as a peer that is no member does.
+    ``suspects`` are members that are not among them.
     """
 
     def __init__(
@@ -259,31 +268,13 @@ class RelayPlan:
         relays: Sequence[PeerId],
         planned: Sequence[Tree],
         dealt: Sequence[int],
-        suspects: Collection[PeerId] = (),
+        suspects: Sequence[PeerId] = (),
     ) -> None:
         self.relays = tuple(relays)
+        self.suspects = tuple(suspects)
         self._places = {peer: at for at, peer in enumerate(relays)}
         self._trees = planned
         self._dealt = dealt
-        self._suspects = frozenset(self._places[peer] for peer in suspects if peer in self._places)
-        self._last = [self._last_of(tree) for tree in planned]
-
-    def without(self, suspects: Collection[PeerId]) -> RelayPlan:
-        """The same plan with these ``suspects``, and no others."""
-        return RelayPlan(self.relays, self._trees, self._dealt, suspects)
-
-    def _last_of(self, tree: Tree) -> tuple[int, ...]:
-        """Those behind whom there is nobody but suspects."""
-        if not self._suspects:
-            return tree.leaves
-        ahead_of_some: set[int] = set()
-        last = []
-        for at in reversed(tree.top_down):
-            if at not in self._suspects and at not in ahead_of_some:
-                last.append(at)
-            if tree.parent[at] != _LEARNER and (at not in self._suspects or at in ahead_of_some):
-                ahead_of_some.add(tree.parent[at])
-        return tuple(sorted(last))
 
     def first_holder(self, chunk: int) -> PeerId:
         """Who gets ``chunk`` from the learner."""
@@ -297,33 +288,29 @@ class RelayPlan:
         """The members that get ``chunk`` before ``me``: its source first, then who stands in for whom.
 
         For a member that is gone stands in one of its children, another one for each chunk: the eldest, who gets
-        the chunk from further up, while its siblings get it from the eldest. A peer that is no member, or a
-        suspect, gets its chunks from leaves.
+        the chunk from further up, while its siblings get it from the eldest. A peer that is no member gets its
+        chunks from leaves.
         """
         if not self.relays:
             return
         tree = self._trees[self._dealt[chunk]]
-        last = self._last[self._dealt[chunk]]
         turn = chunk // len(self._trees)
         at = self._places.get(me, _LEARNER)
-        if at == _LEARNER or at in self._suspects:
-            if not last:
-                return
-            at = last[turn % len(last)]
+        if at == _LEARNER:
+            at = tree.leaves[turn % len(tree.leaves)]
             yield self.relays[at]
         while (parent := tree.parent[at]) != _LEARNER:
-            if parent not in self._suspects:
-                yield self.relays[parent]
+            yield self.relays[parent]
             for sibling in _rotated(tree.children[parent], turn):
                 if sibling == at:
                     break
-                if sibling not in self._suspects:
-                    yield self.relays[sibling]
+                yield self.relays[sibling]
             at = parent
 
     def others(self, chunk: int) -> Iterator[PeerId]:
-        """All members, beginning with another one for each chunk."""
-        return (self.relays[at] for at in _rotated(range(len(self.relays)), chunk))
+        """All members, beginning with another one for each chunk, the suspects last."""
+        relays = (self.relays[at] for at in _rotated(range(len(self.relays)), chunk))
+        return itertools.chain(relays, self.suspects)
 
 
 def _rotated(items: Sequence[int], turn: int) -> Iterator[int]:

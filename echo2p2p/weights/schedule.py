@@ -55,7 +55,6 @@ class Schedule:
         self._me = me
         self._learner = learner
         self._unreliable = frozenset(unreliable)
-        self._distrusted: frozenset[PeerId] = frozenset()
         self._gone = set(banned)
         known = {me, learner, *plan.relays}
         self._others = [peer for peer in dict.fromkeys(others) if peer not in known]
@@ -159,19 +158,18 @@ class Schedule:
             self._relieved.discard(chunk)
             self._drop_copy(chunk)
 
-    def distrust(self, suspects: Collection[PeerId]) -> dict[PeerId, list[int]]:
-        """The learner suspects these members, and no others: everything missing is asked as if it had begun so.
+    def replan(self, plan: RelayPlan) -> dict[PeerId, list[int]]:
+        """The plan has become this one, with other suspects: everything missing is asked as if it had begun so.
 
         In the order in which it is planned, too: who has turned from one liar to the next has lost that. A peer that
-        comes under suspicion itself gives up its place, and gets everything from those at the ends of the trees.
+        comes under suspicion itself gives up its place.
 
         Returns:
             By source, the chunks that it was asked for and that are now asked of others.
         """
-        if self._me in suspects and self._me not in self._distrusted:
+        if self._me in plan.suspects and self._me not in self._plan.suspects:
             self._renounced.extend(sorted(self._missing))
-        self._plan = self._plan.without(suspects)
-        self._distrusted = frozenset(suspects)
+        self._plan = plan
         for queue in self._queues.values():
             queue.clear()
         for state in (self._step, self._parked, self._relieved, self._unobtainable, self._copies):
@@ -293,11 +291,10 @@ class Schedule:
         ahead = list(self._plan.ahead(chunk, self._me))
         passed = {self._me, *ahead}
         behind = [peer for peer in self._plan.others(chunk) if peer not in passed]
-        behind.sort(key=self._distrusted.__contains__)
         trusted = [source for source in ahead if source not in self._unreliable]
         yield from ((source, True) for source in trusted)
         # The first holder gets its chunks from the learner; who stands in for it first looks around.
-        guesses = [peer for peer in behind if peer not in self._distrusted][: _GUESSES if ahead else 0]
+        guesses = [peer for peer in behind if peer not in self._plan.suspects][: _GUESSES if ahead else 0]
         yield from ((source, False) for source in guesses)
         yield self._learner, True
         yield from ((source, True) for source in ahead if source in self._unreliable)

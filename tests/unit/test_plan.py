@@ -107,19 +107,18 @@ def test_in_a_chain_the_one_before_stands_in() -> None:
     st.integers(1, 12),
     st.sets(st.integers(0, 11)),
 )
-def test_nobody_gets_anything_from_a_suspect_and_suspects_wait_for_those_at_the_ends(
+def test_nobody_gets_anything_from_a_suspect_that_gets_its_own_from_leaves(
     n_chunks: int, rates: list[float], k: int, chosen: set[int]
 ) -> None:
     suspects = {PEERS[at] for at in chosen}
-    plan = plan_for(n_chunks, rates, k).without(suspects)
+    plan = relay_plan(n_chunks, n_chunks, members(rates), k, 1, suspects)
+    honest = set(PEERS[: len(rates)]) - suspects
     for chunk in range(n_chunks):
-        ahead = {me: list(plan.ahead(chunk, me)) for me in plan.relays}
-        for me, before in ahead.items():
-            assert len(before) == len(set(before))
-            assert not suspects.intersection(before)
-            assert all(me not in ahead[peer] for peer in before)
-            assert before or me not in suspects or suspects.issuperset(plan.relays)
-    assert list(plan.without(()).ahead(0, PEERS[0])) == list(plan_for(n_chunks, rates, k).ahead(0, PEERS[0]))
+        ahead = {peer: list(plan.ahead(chunk, peer)) for peer in PEERS[: len(rates)]}
+        assert all(honest.issuperset(before) for before in ahead.values())
+        assert all(bool(before) == bool(honest) for peer, before in ahead.items() if peer in suspects)
+        assert sum(not ahead[peer] for peer in honest) == bool(honest)
+        assert sorted(plan.others(chunk)) == sorted(PEERS[: len(rates)])
 
 
 def test_without_members_there_is_nobody_to_relay() -> None:
@@ -229,15 +228,17 @@ def test_nobody_waits_for_a_peer_that_waits_for_it() -> None:
 
 
 def test_what_a_suspect_owes_is_asked_of_who_is_ahead_of_it_and_cancelled_there() -> None:
-    plan = plan_for(10, [50.0] * 4, 1)
-    first, second, third, last = sorted(PEERS[:4], key=lambda me: len(list(plan.ahead(0, me))))
-    it = Schedule(10, plan, me=last, learner=LEARNER)
+    def without(*suspects: str) -> RelayPlan:
+        return relay_plan(10, 10, members([50.0] * 4), 1, 1, suspects)
+
+    first, second, third, last = sorted(PEERS[:4], key=lambda me: len(list(without().ahead(0, me))))
+    it = Schedule(10, without(), me=last, learner=LEARNER)
     opened = it.take(third, 4)[True]
-    assert it.distrust([third]) == {third: opened}
+    assert it.replan(without(third)) == {third: opened}
     assert (it.load(third), it.load(second)) == (0, 10)
     assert it.take_renounced() == []
-    suspected = Schedule(10, plan, me=second, learner=LEARNER)
-    suspected.distrust([first, second])
+    suspected = Schedule(10, without(), me=second, learner=LEARNER)
+    suspected.replan(without(first, second))
     assert suspected.take_renounced() == list(range(10))
     assert suspected.load(last) == 10
 
@@ -279,7 +280,8 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
         match rng.randrange(6):
             case 5 if words:
                 words -= 1
-                it.distrust(rng.sample(PEERS[:n], rng.randint(0, n // 2)))
+                suspects = rng.sample(PEERS[:n], rng.randint(0, n // 2))
+                it.replan(relay_plan(n_chunks, n_chunks, members([50.0] * n), max(1, n), 1, suspects))
             case 0 if source != LEARNER or not honest:
                 it.failed(source, for_good=rng.random() < 0.2)
             case 1 if source != LEARNER or not honest:
