@@ -128,7 +128,7 @@ class ChunkServer:
         """The word on a version may be here before its manifest."""
         said = self._suspects
         if said is not None and said.version in self._holdings:
-            self._holdings[said.version].suspect(said.members, said.serial)
+            self._holdings[said.version].suspect(said)
 
     def holding(self, digest: str) -> Holding | None:
         """What is served of a version; None if nothing is."""

@@ -171,10 +171,9 @@ class Fetch:
         )
 
     def _relay_plan(self) -> RelayPlan:
-        each = self._manifest
-        return relay_plan(
-            each.n_chunks, each.whole.stop, each.members, each.trees, each.patch_trees, self._suspects
-        )
+        manifest = self._manifest
+        n_whole = manifest.whole.stop
+        return relay_plan(manifest.n_chunks, n_whole, manifest.members, *self._holding.trees, self._suspects)
 
     @property
     def missing_bytes(self) -> int:

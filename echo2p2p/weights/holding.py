@@ -15,7 +15,7 @@ from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
 from echo2p2p.weights.store import ChunkStore
-from echo2p2p.weights.wire import MAX_WANTS, Want
+from echo2p2p.weights.wire import MAX_WANTS, Suspects, Want
 
 _STORED, _ARRIVED = 1, 2
 
@@ -33,6 +33,7 @@ class Holding:
     Attributes:
         suspects: members that should not relay it, as the learner says; they are served when nobody else wants
             anything.
+        trees: over how many the whole and the patches are relayed.
     """
 
     def __init__(
@@ -59,14 +60,16 @@ class Holding:
         # In the order in which they opened, so that a run under virtual time can be repeated.
         self._lanes: dict[OutgoingLane, None] = {}
         self.suspects: frozenset[PeerId] = frozenset()
+        self.trees = manifest.trees, manifest.patch_trees
         self._serial = -1
 
-    def suspect(self, members: Iterable[int], serial: int) -> None:
+    def suspect(self, said: Suspects) -> None:
         """The learner's word on who should not relay it; an older one than the last counts for nothing."""
-        if serial > self._serial:
+        if said.serial > self._serial:
             relays = self.manifest.members
-            self.suspects = frozenset(relays[at].peer for at in members if at < len(relays))
-            self._serial = serial
+            self.suspects = frozenset(relays[at].peer for at in said.members if at < len(relays))
+            self.trees = said.trees, said.patch_trees
+            self._serial = said.serial
 
     @property
     def busy(self) -> bool:

@@ -230,9 +230,15 @@ class WeightPublisher:
             return
         places = tuple(sorted(members.index(peer) for peer in suspects))[:MAX_WANTS]
         self._serial += 1
-        told = Suspects(newest.digest, self._serial, places)
+        others = [member for member in newest.manifest.members if member.peer not in suspects]
+        patches = newest.manifest.patches
+        trees = (
+            self._tree_count(newest.manifest, others),
+            self._tree_count(patches[0], others) if patches else 1,
+        )
+        told = Suspects(newest.digest, self._serial, places, *trees)
         if holding is not None:
-            holding.suspect(places, self._serial)
+            holding.suspect(told)
 
         async def say(member: Member) -> None:
             self._network.know(member.peer, member.addresses)
@@ -289,10 +295,11 @@ class WeightPublisher:
             members=members,
             assets=tuple(listed),
             patches=patches,
-            trees=best_tree_count(snapshot.layout.nbytes, chunk_bytes, self._upload_mbit, members),
-            patch_trees=best_tree_count(patches[0].nbytes, patches[0].chunk_bytes, self._upload_mbit, members)
-            if patches
-            else 1,
+        )
+        manifest = msgspec.structs.replace(
+            manifest,
+            trees=self._tree_count(manifest, members),
+            patch_trees=self._tree_count(patches[0], members) if patches else 1,
         )
         body = sign(self._network.identity, manifest)
         while len(body) > self._limits.max_manifest_bytes and manifest.patches:
@@ -300,6 +307,10 @@ class WeightPublisher:
             body = sign(self._network.identity, manifest)
         self._store.pin(version, body, manifest.digests())
         return manifest, body
+
+    def _tree_count(self, what: Manifest | Patch, members: Sequence[Member]) -> int:
+        """Over how many trees a snapshot or a patch reaches ``members`` soonest."""
+        return best_tree_count(what.nbytes, what.chunk_bytes, self._upload_mbit, members)
 
     def _patches(
         self, snapshot: Snapshot, fingerprint: str, chunk_bytes: int, n_chunks: int

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from echo2p2p.weights.manifest import MAX_MANIFEST_BYTES
+from echo2p2p.weights.manifest import MAX_MANIFEST_BYTES, MAX_TREES
 
 CHUNK_PROTOCOL = "chunks"
 MAX_WANTS = 1024
@@ -58,12 +58,15 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 class Suspects(msgspec.Struct, frozen=True, tag="suspects"):
     """The learner's word on who should not relay a version, all of them, by their place in its manifest.
 
-    Of two such words the one with the larger ``serial`` counts.
+    Of two such words the one with the larger ``serial`` counts. ``trees`` and ``patch_trees``: over how many the
+    others relay it from now on.
     """
 
     version: ManifestDigest
     serial: Annotated[int, Meta(ge=0, lt=2**62)]
     members: Indices
+    trees: Annotated[int, Meta(ge=1, le=MAX_TREES)]
+    patch_trees: Annotated[int, Meta(ge=1, le=MAX_TREES)]
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):

@@ -69,7 +69,7 @@ async def test_nobody_but_the_learner_says_whom_to_pass_over(world: World) -> No
     for sender in world.peers[:2]:
         for other in (world.learner, *world.peers[2:]):
             stream = await sender.open_stream(other.peer_id, CHUNKS, timeout_s=5)
-            await send(stream, Suspects(published.digest, 9, (0, 1, 2, 3)))
+            await send(stream, Suspects(published.digest, 9, (0, 1, 2, 3), 1, 1))
             await send(stream, Report(published.digest, (2,)))
             await stream.close()
     fetched = await world.fetch(published)
