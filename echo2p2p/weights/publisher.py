@@ -123,7 +123,8 @@ class WeightPublisher:
         self._limits = limits
         self._server = ChunkServer(network, network.peer_id, server_limits, on_report=self._on_report)
         self._suspicion = Suspicion()
-        self._serial = 0
+        # After a restart its words are newer than those before.
+        self._serial = int(network.clock.unix() * 1000)
         self._telling = asyncio.Semaphore(_TOLD_AT_ONCE)
         self._published: dict[int, Published] = {}
         self._newest_snapshot: Snapshot | None = None
@@ -232,11 +233,12 @@ class WeightPublisher:
         self._serial += 1
         others = [member for member in newest.manifest.members if member.peer not in suspects]
         patches = newest.manifest.patches
-        trees = (
-            self._tree_count(newest.manifest, others),
-            self._tree_count(patches[0], others) if patches else 1,
+        serial = self._serial
+        trees = await self._clock.offload(lambda: self._tree_count(newest.manifest, others))
+        patch_trees = (
+            await self._clock.offload(lambda: self._tree_count(patches[0], others)) if patches else 1
         )
-        told = Suspects(newest.digest, self._serial, places, *trees)
+        told = Suspects(newest.digest, serial, places, trees, patch_trees)
         if holding is not None:
             holding.suspect(told)
 
