@@ -223,10 +223,16 @@ class WeightPublisher:
         lied = [named[at].peer for at in report.lied if at < len(named)]
         if not self._suspicion.lied(accuser, lied, members):
             return
-        log.warning("worker %s was sent wrong bytes by %s", accuser, ", ".join(lied))
         suspects = self.suspects
         holding = self._server.holding(newest.digest)
         changed = holding is not None and holding.suspects != frozenset(suspects)
+        log.log(
+            logging.WARNING if changed else logging.INFO,
+            "worker %s says that it was sent wrong bytes by %s; suspects: %s",
+            accuser,
+            ", ".join(lied),
+            ", ".join(suspects) or "none",
+        )
         if not suspects and not changed:
             return
         places = tuple(sorted(members.index(peer) for peer in suspects))[:MAX_WANTS]
