@@ -14,8 +14,10 @@ raw TCP makes of one link, and then comes what was asked for:
   the bytes as they are;
 * ``killed``: with ``--kill``, the first peers and their p2pd are killed at half of the undisturbed time;
 * ``liars``: with ``--liars``, all that the first peers serve has a flipped bit. ``bad_bytes_stored`` is what
-  finished peers hold that the learner did not publish, ``named`` how many liars an honest peer has banned,
-  ``wrongly_named`` how many others. Both have ``seconds`` of the other peers and ``ratio_to_undisturbed``;
+  finished honest peers hold that the learner did not publish, ``named`` how many liars the learner suspects in the
+  end, ``wrongly_named`` how many others, ``with_liars_seconds`` when the liars had everything too.
+  Both have ``seconds`` until the last of the other, honest peers is done, and ``ratio_to_undisturbed`` of that;
+  with ``--faulty-from`` it is not the first peers, but those after so many;
 * ``loopback``: with ``--loopback-gib``, to one worker on this machine, unshaped, against a plain stream through
   the same two p2pd: ``seconds``, ``bare_seconds``, ``ratio``; and of both the processor seconds that were used by
   the learner, the worker and the p2pd of each.
@@ -100,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=1, help="times that each way is measured")
     parser.add_argument("--kill", type=int, default=0, help="peers that are killed on the way")
     parser.add_argument("--liars", type=int, default=0, help="peers that serve corrupted chunks")
+    parser.add_argument("--faulty-from", type=int, default=0, help="peers that come before the faulty ones")
     parser.add_argument("--run-dir", type=Path, help="write the events of ours there")
     parser.add_argument("--loopback-gib", type=float, default=0.0, help="size of the snapshot on loopback")
     return parser
@@ -114,7 +117,9 @@ def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, 
     nbytes = arguments.mib * 2**20
     bound_s = fluid_bound_s(nbytes, arguments.up_mbit, uplinks, [down_mbit] * len(uplinks))
     faults = {"killed": arguments.kill, "liars": arguments.liars}
-    if max(faults.values()) >= len(uplinks):
+    if max(faults.values()) and (
+        max(faults.values()) >= len(uplinks) or arguments.faulty_from + max(faults.values()) > len(uplinks)
+    ):
         raise ShapingError("somebody must be left to measure: fewer faulty peers than peers")
     ways = [way for way in _WAYS if way in chosen or (way == "ours" and any(faults.values()))]
     if not ways:
@@ -134,7 +139,8 @@ def _measure(arguments: argparse.Namespace, chosen: Sequence[str]) -> dict[str, 
                 figures[way]["ratio"] = round(figures[way]["seconds"] / bound_s, 3)
         for fault, count in faults.items():
             if count:
-                figures[fault] = bench.disturbed(fault, count, figures["ours"]["seconds"])
+                chosen_ones = slice(1 + arguments.faulty_from, 1 + arguments.faulty_from + count)
+                figures[fault] = bench.disturbed(fault, chosen_ones, figures["ours"]["seconds"])
     return figures
 
 
@@ -184,14 +190,14 @@ class _Bench:
                 _say_done("libtorrent", started, done)
         return _medians("libtorrent", figures)
 
-    def disturbed(self, fault: str, count: int, undisturbed_s: float) -> dict[str, Any]:
-        """The first ``count`` peers are ``killed`` at half of ``undisturbed_s``, or are ``liars`` throughout."""
+    def disturbed(self, fault: str, chosen: slice, undisturbed_s: float) -> dict[str, Any]:
+        """The ``chosen`` hosts are ``killed`` at half of ``undisturbed_s``, or are ``liars`` throughout."""
         figures = []
         for _ in range(self._repeat):
             with self._swarm() as nodes:
-                faulty = nodes[1 : 1 + count]
+                faulty = nodes[chosen]
                 if fault == "killed":
-                    pids = [pid for host in self._hosts[1 : 1 + count] for pid in processes(host)]
+                    pids = [pid for host in self._hosts[chosen] for pid in processes(host)]
                     strike = partial(_kill, pids, undisturbed_s / 2)
                 else:
                     ask_all(faulty, {"lie": True})
@@ -240,14 +246,17 @@ class _Bench:
         done = [each["done"] for each in fetched.values()]
         figures = {"seconds": round(max(done) - started, 3)} | usage.so_far()
         _say_done(way, started, done)
-        sent = learner.ask({"sent": version})["bytes"]
+        told = learner.ask({"sent": version})
+        sent = told["bytes"]
         figures["learner_bytes_ratio"] = round(sent / nbytes, 3)
         if way == "ours" and self._run_dir is not None:
             _write_events(self._run_dir / "events.jsonl", version, nbytes, sent, started, fetched)
         if way == "liars":
-            for node in faulty:
-                node.answer()
-            figures |= _audited(honest, {node.peer_id for node in faulty}, published["blocks"])
+            ended = [node.answer()["done"] for node in faulty]
+            figures["with_liars_seconds"] = round(max(*done, *ended) - started, 3)
+            figures |= _audited(honest, published["blocks"])
+            liars, suspects = {node.peer_id for node in faulty}, set(told["suspects"])
+            figures |= {"named": len(suspects & liars), "wrongly_named": len(suspects - liars)}
         return figures
 
 
@@ -340,14 +349,9 @@ def _kill(pids: Sequence[int], after_s: float) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _audited(honest: Sequence[Node], liars: set[str], blocks: list[str]) -> dict[str, Any]:
+def _audited(honest: Sequence[Node], blocks: list[str]) -> dict[str, Any]:
     audits = ask_all(honest, {"audit": blocks})
-    banned = {peer for audit in audits for peer in audit["banned"]}
-    return {
-        "bad_bytes_stored": sum(audit["bad_bytes"] for audit in audits),
-        "named": len(banned & liars),
-        "wrongly_named": len(banned - liars),
-    }
+    return {"bad_bytes_stored": sum(audit["bad_bytes"] for audit in audits)}
 
 
 class _Usage:

@@ -97,7 +97,8 @@ async def _learn(network: HivemindNetwork, folder: Path, settings: dict[str, Any
                 ]
                 answer({"record": fields, "blocks": _blocks(snapshot)})
             case {"sent": version}:
-                answer({"bytes": sum(publisher.bytes_sent[version].values())})
+                sent = sum(publisher.bytes_sent[version].values())
+                answer({"bytes": sent, "suspects": publisher.suspects})
 
 
 async def _work(network: HivemindNetwork, folder: Path, run: str) -> None:
@@ -129,7 +130,7 @@ async def _work(network: HivemindNetwork, folder: Path, run: str) -> None:
             case {"audit": blocks}:
                 differing = sum(mine != theirs for mine, theirs in zip(_blocks(newest), blocks, strict=True))
                 bad_bytes = differing * _BLOCK_BYTES + _misnamed_bytes(folder / "store" / "chunks")
-                answer({"bad_bytes": bad_bytes, "banned": sorted(subscriber.banned)})
+                answer({"bad_bytes": bad_bytes})
             case {"lie": _}:
                 _lie()
                 answer({})

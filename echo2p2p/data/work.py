@@ -20,11 +20,10 @@ from msgspec import Meta
 
 from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.swarm.messages import PROTOCOL_VERSION
-from echo2p2p.swarm.records import Name, NonNegative, PeerIdText, Version
+from echo2p2p.swarm.records import Name, NonNegative, Version
 
 WORK_PROTOCOL = "work"
 MAX_ARRIVALS = 64
-MAX_LIARS = 16
 """Moments of its fetch that a worker reports."""
 MIN_ARRIVALS = 8
 SHARED_ARRIVALS = 2048
@@ -75,7 +74,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     ``arrivals`` and ``sources`` are for pictures alone: milliseconds since the announcement with the bytes from
     the learner and from peers by then; and the bytes from each member, in the order of the manifest.
-    ``liars``: whom this worker has banned in this run, the latest last.
     """
 
     version: Version
@@ -86,7 +84,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     pause_s: NonNegative
     arrivals: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=MAX_ARRIVALS)] = []
     sources: Annotated[list[Count], Meta(max_length=MAX_SOURCES)] = []
-    liars: Annotated[list[PeerIdText], Meta(max_length=MAX_LIARS)] = []
 
 
 def arrivals_reported(n_members: int) -> int:

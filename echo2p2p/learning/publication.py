@@ -25,7 +25,6 @@ from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
 from echo2p2p.learning.state import Capture, Trainer
-from echo2p2p.learning.suspicion import Suspicion
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.records import ManifestRecord
@@ -115,7 +114,6 @@ class Publication:
         self._good: Snapshot | None = None
         self._broadcasts: dict[int, Broadcast] = {}
         self._fingerprints: dict[int, str] = {}
-        self._suspicion = Suspicion()
         self.chunk_bytes: Counter[str] = Counter()
 
     async def check(self, snapshot: Snapshot) -> Passed:
@@ -140,16 +138,10 @@ class Publication:
         await self._save(capture)
         self.log_relayed()
         active = self._provisioner.active
-        leaves = self._suspicion.leaves([session.peer for session in active])
         # One that announces the uplink of a data centre would become the parent of all others.
         most = MAX_UPLINK_SHARE * median([session.advert.upload_mbit for session in active] or [0.0])
         members = [
-            Member(
-                s.peer,
-                0.0 if s.peer in leaves else min(s.advert.upload_mbit, most),
-                s.advert.addresses,
-                s.advert.download_mbit,
-            )
+            Member(s.peer, min(s.advert.upload_mbit, most), s.advert.addresses, s.advert.download_mbit)
             for s in active
         ]
         published = await self._with_room(
@@ -176,6 +168,7 @@ class Publication:
             patches=len(patches),
             chain_bytes=sum(patch.nbytes for patch in patches),
             members=len(members),
+            suspects=list(published.suspects),
             prepare_s=self._clock.monotonic() - started,
             gate={"change": passed.change, "tensor": passed.tensor},
         )
@@ -253,8 +246,6 @@ class Publication:
             )
             return False
         session.prove(message.version)
-        if self._suspicion.heard(session.peer, message.liars):
-            log.warning("worker %s was sent wrong bytes by %s", session.peer, ", ".join(message.liars))
         broadcast = self._broadcasts.get(message.version)
         report = msgspec.structs.asdict(message)
         del report["sources"]  # n of them from each of n workers: summed up in `relayed`

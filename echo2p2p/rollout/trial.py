@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echo2p2p.data.trajectory import Group
-from echo2p2p.data.work import MAX_ARRIVALS, MAX_LIARS, Lease, Ready, arrivals_reported
+from echo2p2p.data.work import MAX_ARRIVALS, Lease, Ready, arrivals_reported
 from echo2p2p.errors import FingerprintMismatch
 from echo2p2p.rollout.engine import InferenceEngine, Swap
 from echo2p2p.swarm.clock import Clock
@@ -88,7 +88,6 @@ class Trial:
             self.pause_s,
             fetched.timeline.points(arrivals_reported(len(members))),
             fetched.timeline.sent_by(members),
-            list(fetched.banned[-MAX_LIARS:]),
         )
 
     def costs(self) -> dict[str, Any]:

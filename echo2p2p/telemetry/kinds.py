@@ -90,6 +90,8 @@ KINDS: Mapping[str, Kind] = {
             "chain_bytes": "size of all these patches together",
             "gate": "largest change of a tensor, in multiples of its RMS, and whose: {change, tensor}",
             "members": "workers that relay it",
+            "suspects": "peer ids of members that forward nothing of it, for others reported wrong bytes, or that "
+            "nothing came",
             "prepare_s": "from the start of the publication, where T_bcast starts too, to the announcement",
         },
     ),
@@ -132,7 +134,6 @@ KINDS: Mapping[str, Kind] = {
             "after_s": "since the start of the publication",
             "arrivals": "list of [milliseconds since the announcement reached the worker, chunk bytes from the "
             "learner by then, chunk bytes from other workers by then]; 8 to 64 of them",
-            "liars": "peers that the worker has banned for wrong bytes, as it says",
         },
     ),
     "relayed": Kind(

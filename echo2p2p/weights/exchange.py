@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ from echo2p2p.weights.wire import (
     Missing,
     OpenLane,
     Refused,
+    Report,
+    Suspects,
     Waiting,
     Want,
 )
@@ -71,6 +74,8 @@ class ServerLimits:
     """How long a version whose time is over is kept for a member that is still getting it from here."""
     barred_s: float = 60.0
     """How long a peer that floods a lane with messages is served nothing."""
+    suspect_wait_s: float = 10.0
+    """A suspect gets something after this, however much the others want: it may be an honest one."""
     min_bytes_per_s: float = 16 * 1024
     """An asker that takes a chunk more slowly than this, beyond ``write_s``, loses its lane."""
     upload_mbit: float = math.inf
@@ -86,18 +91,34 @@ _ASKS_PER_S = 20.0
 _ASKS_PER_CHUNK = 3
 """Messages of an asker for each chunk that it gets; the most that one reply brings about."""
 _MAX_BARRED = 1024
+_LOOK_S = 0.05
+"""How often is looked whether somebody whom the learner suspects can have its turn."""
 DEFAULT_SERVER_LIMITS = ServerLimits()
 
 
 class ChunkServer:
     """Answers requests on the chunk protocol out of its holdings.
 
+    Args:
+        learner: whose word on suspects is taken.
+        on_report: called with every report and its sender; who takes none refuses them.
+
     Attributes:
         bytes_sent: bytes sent for chunks, as they went over the wire, by version and then by peer.
     """
 
-    def __init__(self, network: Network, limits: ServerLimits = DEFAULT_SERVER_LIMITS) -> None:
+    def __init__(
+        self,
+        network: Network,
+        learner: PeerId,
+        limits: ServerLimits = DEFAULT_SERVER_LIMITS,
+        *,
+        on_report: Callable[[PeerId, Report], Awaitable[None]] | None = None,
+    ) -> None:
         self._clock = network.clock
+        self._learner = learner
+        self._on_report = on_report
+        self._suspects: Suspects | None = None
         self._network = network
         self._limits = limits
         self._holdings: dict[str, Holding] = {}
@@ -122,6 +143,7 @@ class ChunkServer:
         self._holdings[digest] = holding
         self._members = self._relaying()
         self._told.clear()
+        self._pass_on_suspects()
         self.bytes_sent.setdefault(holding.manifest.version, Counter())
         self._changed.set()
         self._changed = asyncio.Event()
@@ -129,6 +151,16 @@ class ChunkServer:
     def told(self, peer: PeerId) -> None:
         """``peer`` was told of the newest version: until there is a newer one it is served as members are."""
         self._told.add(peer)
+
+    def _pass_on_suspects(self) -> None:
+        """The word on a version may be here before its manifest."""
+        said = self._suspects
+        if said is not None and said.version in self._holdings:
+            self._holdings[said.version].suspect(said)
+
+    def holding(self, digest: str) -> Holding | None:
+        """What is served of a version; None if nothing is."""
+        return self._holdings.get(digest)
 
     def drop(self, digest: str) -> None:
         """No longer answer for a version. Lanes that are open for it get what is here, then nothing."""
@@ -188,10 +220,18 @@ class ChunkServer:
             request: FirstRequest = await receive(
                 stream, FirstRequest, max_bytes=MAX_MESSAGE_BYTES, timeout_s=self._limits.first_request_s
             )
-            if isinstance(request, GetManifest):
-                await self._serve_manifest(stream, request)
-            else:
-                await self._serve_lane(stream, request)
+            match request:
+                case GetManifest():
+                    await self._serve_manifest(stream, request)
+                case OpenLane():
+                    await self._serve_lane(stream, request)
+                case Report() if self._on_report is not None:
+                    await self._on_report(peer, request)
+                case Suspects() if peer == self._learner:
+                    self._suspects = request
+                    self._pass_on_suspects()
+                case _:
+                    await self._reply(stream, Refused("that is not for me, or not for you to say"))
         finally:
             self._strangers -= stranger
             self._streams[peer] -= 1
@@ -207,7 +247,7 @@ class ChunkServer:
         while len(self._barred) > _MAX_BARRED:
             del self._barred[next(iter(self._barred))]
 
-    async def _holding(self, stream: Stream, request: FirstRequest) -> Holding | None:
+    async def _holding(self, stream: Stream, request: GetManifest | OpenLane) -> Holding | None:
         """The version that ``stream`` asks for; the news of it may reach this peer later than the asker.
 
         For one older than what is served here nobody waits: it will not come any more.
@@ -245,7 +285,7 @@ class ChunkServer:
         if holding is None:
             await self._reply(stream, Refused("no such version here"))
             return
-        lane = OutgoingLane(holding, self._clock)
+        lane = OutgoingLane(holding, stream.remote, self._clock)
         holding.attach(lane)
         budget = MessageBudget(
             stream.remote, burst=_ASK_BURST, per_s=_ASKS_PER_S, now=self._clock.monotonic()
@@ -291,7 +331,7 @@ class ChunkServer:
     ) -> None:
         sent = self.bytes_sent.setdefault(holding.manifest.version, Counter())
         turn: Turn | None = None
-        said_s = self._clock.monotonic()
+        said_s = served_s = self._clock.monotonic()
         try:
             while True:
                 lane.wake.clear()
@@ -299,16 +339,23 @@ class ChunkServer:
                 if missing:
                     await self._reply(stream, Missing(missing))
                     said_s = self._clock.monotonic()
-                index = lane.peek()
+                postponed = (
+                    lane.peer in holding.suspects
+                    and self._clock.monotonic() - served_s < self._limits.suspect_wait_s
+                    and holding.busy
+                )
+                index = None if postponed else lane.peek()
                 if index is not None and turn is None:
                     start, end = holding.manifest.chunk_span(index)
                     turn = self._turn(stream.remote, end - start)
                 elif index is None and turn is not None:
-                    # It came to the asker from elsewhere meanwhile.
+                    # It came to the asker from elsewhere meanwhile, or others go before.
                     turn.end()
                     turn = None
                 shut = index is not None and turn is None
                 wait_s = turn.wait_s if turn is not None else _POLL_S if shut else self._limits.heartbeat_s
+                if postponed and lane.n_ready:
+                    wait_s = _LOOK_S
                 if turn is not None and wait_s <= 0:
                     await self._send_chunk(stream, lane, holding, turn, sent)
                     turn.end()
@@ -320,12 +367,12 @@ class ChunkServer:
                         and sent[stream.remote] < 2 * holding.manifest.whole_bytes
                     ):
                         self._member_got_s[version] = self._clock.monotonic()
-                    said_s = self._clock.monotonic()
+                    said_s = served_s = self._clock.monotonic()
                     continue
                 await set_within(lane.wake, min(wait_s, self._limits.heartbeat_s))
                 # Also between frequent wakes: an asker that waits for its turn must not think this peer silent.
                 silent_s = self._clock.monotonic() - said_s
-                if silent_s >= self._limits.heartbeat_s and (lane.waits or turn is not None or shut):
+                if silent_s >= self._limits.heartbeat_s and (lane.waits or lane.n_ready):
                     await self._reply(stream, Waiting())
                     said_s = self._clock.monotonic()
         finally:
@@ -339,18 +386,22 @@ class ChunkServer:
         index = lane.next_ready()
         if index is None:
             return
+        lane.sending = True
         data = await holding.read(index)
         if data is None:
             await self._reply(stream, Missing((index,)))
-            return
-        coded = await self._coder.coded(data, holding.word_bytes) if index in holding.manifest.whole else None
-        if coded is not None:
-            turn.shrink(len(data) - len(coded))
-            data = coded
-        chunk = Chunk(index, lane.n_ready, len(coded) if coded is not None else 0)
-        await self._reply(stream, chunk, data, turn)
-        self._coder.wrote(len(data))
-        sent[stream.remote] += len(data)
+        else:
+            coded = None
+            if index in holding.manifest.whole:
+                coded = await self._coder.coded(data, holding.word_bytes)
+            if coded is not None:
+                turn.shrink(len(data) - len(coded))
+                data = coded
+            chunk = Chunk(index, lane.n_ready, len(coded) if coded is not None else 0)
+            await self._reply(stream, chunk, data, turn)
+            self._coder.wrote(len(data))
+            sent[stream.remote] += len(data)
+        lane.sending = False
 
     async def _reply(
         self, stream: Stream, message: Any, data: bytes | memoryview = b"", turn: Turn | None = None

@@ -26,12 +26,14 @@ from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.weights.holding import Holding, set_within
 from echo2p2p.weights.lane import FetchLimits, Lane
-from echo2p2p.weights.plan import relay_plan
+from echo2p2p.weights.plan import RelayPlan, relay_plan
 from echo2p2p.weights.rate import TokenBucket
+from echo2p2p.weights.reports import tell
 from echo2p2p.weights.schedule import Schedule
 from echo2p2p.weights.standing import Standing
 from echo2p2p.weights.store import ChunkStore
 from echo2p2p.weights.timeline import Timeline
+from echo2p2p.weights.wire import MAX_WANTS, Report
 
 _STORE_BATCH = 32
 _STORE_PAUSE_S = 0.02
@@ -95,12 +97,15 @@ class Fetch:
         self._stored = stored
         self._lanes: dict[PeerId, Lane] = {}
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
+        self._reports: list[asyncio.Task[None]] = []
         # Only indices, each once: the bytes wait in the buffer. None ends it.
         self._to_store: asyncio.Queue[int | None] = asyncio.Queue(self._manifest.n_chunks + 1)
         self._all_here = asyncio.Event()
         self._over = False
         self._asked: set[PeerId] = set()
         self._last_chunk_s = self._clock.monotonic()
+        self._suspects: frozenset[PeerId] = frozenset()
+        self._reported: set[PeerId] = set()
         self.bytes_from_learner = 0
         self.bytes_from_peers = 0
 
@@ -123,11 +128,13 @@ class Fetch:
                 sources = max(1, len(self._schedule.busy_sources()))
                 self._streams = max(1, min(_MAX_STREAMS_PER_SOURCE, _STREAMS // sources))
                 self._open_lanes()
+                relaying = {member.peer for member in self._manifest.members if member.upload_mbit > 0}
+                self._report(lied=relaying & self._standing.banned.keys())
                 try:
                     await self._watch()
                 finally:
                     self._over = True
-                for task in self._tasks.values():
+                for task in [*self._tasks.values(), *self._reports]:
                     task.cancel()
                 self._to_store.put_nowait(None)
                 await storing
@@ -157,17 +164,21 @@ class Fetch:
     def _plan(self, here: list[int]) -> Schedule:
         """Off the loop, too: it takes a while with a hundred thousand chunks."""
         manifest = self._manifest
-        n_whole = manifest.whole.stop
         return Schedule(
             manifest.n_chunks,
-            relay_plan(manifest.n_chunks, n_whole, manifest.members, manifest.trees, manifest.patch_trees),
+            self._relay_plan(),
             me=self._network.peer_id,
             learner=self._learner,
             have=(set(range(manifest.n_chunks)) - set(self._wanted)).union(here),
-            suspects=self._standing.suspects(),
+            unreliable=self._standing.unreliable(),
             banned=self._standing.banned,
             others=self._others,
         )
+
+    def _relay_plan(self) -> RelayPlan:
+        manifest = self._manifest
+        n_whole = manifest.whole.stop
+        return relay_plan(manifest.n_chunks, n_whole, manifest.members, *self._holding.trees, self._suspects)
 
     @property
     def missing_bytes(self) -> int:
@@ -213,6 +224,7 @@ class Fetch:
                 del self._lanes[source]
             except ChunkError as error:
                 self._standing.lied(source, error.message)
+                self._report(lied={source})
                 self._give_up(source, for_good=source != self._learner)
             except SwarmError:
                 self._standing.failed(source)
@@ -222,6 +234,28 @@ class Fetch:
         del self._lanes[source]
         self._schedule.failed(source, for_good=for_good)
         self._open_lanes()
+
+    def _report(self, lied: Collection[PeerId] = (), slow: Collection[PeerId] = ()) -> None:
+        """Tell the learner of members that nobody should rely on, of each once."""
+        places = {member.peer: at for at, member in enumerate(self._manifest.members)}
+        new = [
+            tuple(sorted(places[peer] for peer in peers if peer in places and peer not in self._reported))
+            for peers in (lied, slow)
+        ]
+        if any(new) and not self._over:
+            self._reported.update(lied, slow)
+            message = Report(self._version, *(indices[:MAX_WANTS] for indices in new))
+            self._reports.append(self._group.create_task(tell(self._network, self._learner, message)))
+
+    async def _heed_suspects(self) -> None:
+        """Turn away from those whom the learner has come to suspect."""
+        if self._suspects == self._holding.suspects:
+            return
+        self._suspects = self._holding.suspects
+        plan = await self._clock.offload(self._relay_plan)
+        for source, chunks in self._schedule.replan(plan).items():
+            for chunk in chunks if source in self._lanes else ():
+                self._lanes[source].cancel(chunk)
 
     def _deliver(self, source: PeerId, index: int, data: memoryview) -> bool:
         self._timeline.add(source, len(data))
@@ -281,13 +315,21 @@ class Fetch:
                 raise DeadlineExceeded(
                     f"{self._what_is_missing()}: nothing came for {self._limits.starved_s:g} s"
                 )
+            await self._heed_suspects()
             self._schedule.next_round()
             for lane, keep in self._slow_lanes(now, now - started_s):
                 self._schedule.relieve(lane.source, keep)
+                if not keep and now - lane.last_chunk_s > self._limits.patience_s:
+                    self._report(slow={lane.source})
             silent = now - max(self._last_chunk_s, rescued_s) > self._limits.rescue_s
             if silent or now - seen_s > self._limits.rescue_s:
                 missing_bytes = self.missing_bytes
                 if silent or self._is_little(seen_bytes - missing_bytes):
+                    waited = {source for source in self._lanes if self._schedule.open_at(source)}
+                    # Who waited for the learner names itself: it is no fault of its own.
+                    self._report(
+                        slow={self._network.peer_id if each == self._learner else each for each in waited}
+                    )
                     self._schedule.rescue(n_rescued)
                     n_rescued *= 2
                     rescued_s = now

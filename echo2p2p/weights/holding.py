@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterable
 
 from echo2p2p.errors import ManifestError, ProtocolError
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.identity import PeerId
 from echo2p2p.weights.coding import word_bytes
 from echo2p2p.weights.manifest import DEFAULT_LIMITS, Manifest, ManifestLimits, ManifestVerifier, digest
 from echo2p2p.weights.store import ChunkStore
-from echo2p2p.weights.wire import MAX_WANTS, Want
+from echo2p2p.weights.wire import MAX_WANTS, Suspects, Want
 
 _STORED, _IN_BUFFER = 1, 2
 
@@ -31,6 +32,11 @@ class Holding:
         buffer: the version from its beginning, long enough for all that is to arrive; where chunks are held it is
             verified and no longer changes. None if nothing lies in memory.
         in_buffer: the chunks that lie in ``buffer``, and in the store, already.
+
+    Attributes:
+        suspects: members that should not relay it, as the learner says; they are served when nobody else wants
+            anything.
+        trees: over how many the whole and the patches are relayed.
     """
 
     def __init__(
@@ -60,6 +66,26 @@ class Holding:
             self._here[index] = _IN_BUFFER
         # In the order in which they opened, so that a run under virtual time can be repeated.
         self._lanes: dict[OutgoingLane, None] = {}
+        self.suspects: frozenset[PeerId] = frozenset()
+        self.trees = manifest.trees, manifest.patch_trees
+        self._serial = -1
+
+    def suspect(self, said: Suspects) -> None:
+        """The learner's word on who should not relay it; an older one than the last counts for nothing."""
+        if said.serial > self._serial:
+            relays = self.manifest.members
+            self.suspects = frozenset(relays[at].peer for at in said.members if at < len(relays))
+            self.trees = said.trees, said.patch_trees
+            self._serial = said.serial
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody who is no suspect waits here for anything.
+
+        Also for what is still to arrive: a link that passes on what comes in has nothing to spare in between, only
+        buffers in which it would pile up.
+        """
+        return any(lane.sending or lane.wants for lane in self._lanes if lane.peer not in self.suspects)
 
     def holds(self, index: int) -> bool:
         return bool(self._here[index])
@@ -121,10 +147,12 @@ class Holding:
 
 
 class OutgoingLane:
-    """What one peer wants of one version, and which of it can be sent now."""
+    """What ``peer`` wants of one version, and which of it can be sent now; ``sending``: whether some of it is."""
 
-    def __init__(self, holding: Holding, clock: Clock) -> None:
+    def __init__(self, holding: Holding, peer: PeerId, clock: Clock) -> None:
         self.wake = asyncio.Event()
+        self.peer = peer
+        self.sending = False
         self._holding = holding
         self._clock = clock
         self._ready: dict[int, None] = {}
@@ -197,6 +225,10 @@ class OutgoingLane:
     @property
     def n_ready(self) -> int:
         return len(self._ready)
+
+    @property
+    def wants(self) -> bool:
+        return bool(self._wanted)
 
     @property
     def waits(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -219,22 +219,32 @@ def best_tree_count(
     return min(counts, key=lambda k: (seconds(k), k)) if members else 1
 
 
-def relay_plan(n_chunks: int, n_whole: int, members: Sequence[Member], k: int, k_patch: int) -> RelayPlan:
+def relay_plan(
+    n_chunks: int,
+    n_whole: int,
+    members: Sequence[Member],
+    k: int,
+    k_patch: int,
+    suspects: Collection[PeerId] = (),
+) -> RelayPlan:
     """The plan for the chunks of one version among ``members``; the same on every peer.
 
     The trees' chunks are interleaved, so that every member is busy from the first moment to the last.
 
     Args:
         n_whole: the first so many chunks go over ``k`` trees, the others over ``k_patch``.
+        suspects: members that get their chunks as if they were none, and from whom nobody gets any.
     """
-    uplinks = [member.upload_mbit for member in members]
+    relaying = [member for member in members if member.peer not in suspects]
+    uplinks = [member.upload_mbit for member in relaying]
     planned: list[Tree] = []
     dealt: list[int] = []
-    if members:
+    if relaying:
         for count, trees_ in ((n_whole, trees(uplinks, k)), (n_chunks - n_whole, trees(uplinks, k_patch))):
             dealt += [len(planned) + at for at in _deal(count, trees_)]
             planned += trees_
-    return RelayPlan([member.peer for member in members], planned, dealt)
+    left_out = [member.peer for member in members if member.peer in suspects]
+    return RelayPlan([member.peer for member in relaying], planned, dealt, left_out)
 
 
 def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
@@ -248,10 +258,20 @@ def _deal(n_chunks: int, planned: Sequence[Tree]) -> Iterator[int]:
 
 
 class RelayPlan:
-    """From whom each member gets each chunk, and who stands in for whom. ``relays`` may be empty."""
+    """From whom each member gets each chunk, and who stands in for whom. ``relays`` may be empty.
 
-    def __init__(self, relays: Sequence[PeerId], planned: Sequence[Tree], dealt: Sequence[int]) -> None:
+    ``suspects`` are members that are not among them.
+    """
+
+    def __init__(
+        self,
+        relays: Sequence[PeerId],
+        planned: Sequence[Tree],
+        dealt: Sequence[int],
+        suspects: Sequence[PeerId] = (),
+    ) -> None:
         self.relays = tuple(relays)
+        self.suspects = tuple(suspects)
         self._places = {peer: at for at, peer in enumerate(relays)}
         self._trees = planned
         self._dealt = dealt
@@ -288,8 +308,9 @@ class RelayPlan:
             at = parent
 
     def others(self, chunk: int) -> Iterator[PeerId]:
-        """All members, beginning with another one for each chunk."""
-        return (self.relays[at] for at in _rotated(range(len(self.relays)), chunk))
+        """All members, beginning with another one for each chunk, the suspects last."""
+        relays = (self.relays[at] for at in _rotated(range(len(self.relays)), chunk))
+        return itertools.chain(relays, self.suspects)
 
 
 def _rotated(items: Sequence[int], turn: int) -> Iterator[int]:

@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,11 @@ from echo2p2p.weights.manifest import (
 from echo2p2p.weights.patch import encode
 from echo2p2p.weights.plan import best_tree_count
 from echo2p2p.weights.rebuild import rebuild
+from echo2p2p.weights.reports import tell
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import ChunkStore
+from echo2p2p.weights.suspicion import Suspicion
+from echo2p2p.weights.wire import MAX_WANTS, Report, Suspects
 
 log = logging.getLogger("echo2p2p.weights")
 
@@ -55,6 +59,7 @@ DEFAULT_MAX_PATCH_SHARE = 0.5
 """A patch that saves less than half of the bytes is not worth the time of making and applying it."""
 DEFAULT_PATCH_CHAIN = 16
 """Enough for a worker that was away for some minutes; every further one makes all manifests and stores larger."""
+_TOLD_AT_ONCE = 32
 _REST_VERSIONS = 7
 _PATCH_CHUNKS = 64
 _MIN_PATCH_CHUNK_BYTES = 8 * 1024
@@ -63,12 +68,16 @@ _MIN_PATCH_CHUNK_BYTES = 8 * 1024
 
 @dataclass(frozen=True)
 class Published:
-    """A version that can be announced: ``record`` is what goes into the table, ``digest`` its manifest's."""
+    """A version that can be announced: ``record`` is what goes into the table, ``digest`` its manifest's.
+
+    ``suspects``: members that shall forward nothing of it, for what was reported of them.
+    """
 
     record: ManifestRecord
     manifest: Manifest
     digest: str
     seconds: float
+    suspects: tuple[PeerId, ...] = ()
 
 
 class WeightPublisher:
@@ -113,7 +122,11 @@ class WeightPublisher:
         self._upload_mbit = upload_mbit
         self._patch_chain = min(max(1, patch_chain), MAX_PATCHES)
         self._limits = limits
-        self._server = ChunkServer(network, server_limits)
+        self._server = ChunkServer(network, network.peer_id, server_limits, on_report=self._on_report)
+        self._suspicion = Suspicion()
+        # After a restart its words are newer than those before.
+        self._serial = int(network.clock.unix() * 1000)
+        self._telling = asyncio.Semaphore(_TOLD_AT_ONCE)
         self._published: dict[int, Published] = {}
         self._newest_snapshot: Snapshot | None = None
         self._newest_holding: Holding | None = None
@@ -141,6 +154,12 @@ class WeightPublisher:
     def told(self, peer: PeerId) -> None:
         """``peer`` is told of the newest version: until the next it is served as its members are."""
         self._server.told(peer)
+
+    @property
+    def suspects(self) -> list[PeerId]:
+        """Members of the newest version that should not relay, for others reported that they sent wrong bytes."""
+        members = self.newest.manifest.members if self.newest is not None else ()
+        return self._suspicion.suspects([member.peer for member in members])
 
     async def publish(
         self,
@@ -174,8 +193,14 @@ class WeightPublisher:
         if self.newest is not None and version < self.newest.manifest.version:
             raise ManifestError(f"version {version} is older than what is published")
 
+        suspects = tuple(self._suspicion.leaves([member.peer for member in members], version))
+        relaying = tuple(
+            msgspec.structs.replace(member, upload_mbit=0.0) if member.peer in suspects else member
+            for member in members
+        )
+
         def cut() -> tuple[Manifest, bytes]:
-            return self._cut(snapshot, fingerprint, version, tuple(members), assets)
+            return self._cut(snapshot, fingerprint, version, relaying, assets)
 
         try:
             manifest, body = await self._clock.offload(cut)
@@ -193,7 +218,7 @@ class WeightPublisher:
             buffer=snapshot.data,
             in_buffer=manifest.snapshot_chunks,
         )
-        published = self._announceable(digest(body), holding, self._clock.monotonic() - started)
+        published = self._announceable(digest(body), holding, self._clock.monotonic() - started, suspects)
         self._newest_snapshot = snapshot
         served = self._server.keep_newest(self._keep_versions)
         if self._newest_holding is not None:
@@ -202,11 +227,64 @@ class WeightPublisher:
         await self._clock.offload(lambda: self._store.prune(served))
         return published
 
-    def _announceable(self, name: str, holding: Holding, seconds: float) -> Published:
+    async def _on_report(self, accuser: PeerId, report: Report) -> None:
+        """Believe ``accuser`` as far as it goes; tell the newest version's members if that changes anything."""
+        newest = self.newest
+        about = next((each for each in self._published.values() if each.digest == report.version), None)
+        if newest is None or about is None:
+            return
+        members = [member.peer for member in newest.manifest.members]
+        named = about.manifest.members
+        if accuser not in members:
+            return
+        self._suspicion.slow(
+            accuser, [named[at].peer for at in report.slow if at < len(named)], about.manifest.version
+        )
+        lied = [named[at].peer for at in report.lied if at < len(named)]
+        if not self._suspicion.lied(accuser, lied, members):
+            return
+        suspects = self.suspects
+        holding = self._server.holding(newest.digest)
+        changed = holding is not None and holding.suspects != frozenset(suspects)
+        log.log(
+            logging.WARNING if changed else logging.INFO,
+            "worker %s says that it was sent wrong bytes by %s; suspects: %s",
+            accuser,
+            ", ".join(lied),
+            ", ".join(suspects) or "none",
+        )
+        if not suspects and not changed:
+            return
+        places = tuple(sorted(members.index(peer) for peer in suspects))[:MAX_WANTS]
+        self._serial += 1
+        others = [member for member in newest.manifest.members if member.peer not in suspects]
+        patches = newest.manifest.patches
+        serial = self._serial
+        trees = await self._clock.offload(lambda: self._tree_count(newest.manifest, others))
+        patch_trees = (
+            await self._clock.offload(lambda: self._tree_count(patches[0], others)) if patches else 1
+        )
+        told = Suspects(newest.digest, serial, places, trees, patch_trees)
+        if holding is not None:
+            holding.suspect(told)
+
+        async def say(member: Member) -> None:
+            self._network.know(member.peer, member.addresses)
+            async with self._telling:
+                await tell(self._network, member.peer, told)
+
+        async with asyncio.TaskGroup() as tasks:
+            for member in newest.manifest.members:
+                if changed or member.peer == accuser:
+                    tasks.create_task(say(member))
+
+    def _announceable(
+        self, name: str, holding: Holding, seconds: float, suspects: tuple[PeerId, ...] = ()
+    ) -> Published:
         self._server.serve(name, holding)
         manifest = holding.manifest
         record = ManifestRecord(manifest.version, name, len(holding.body), manifest.nbytes)
-        published = Published(record, manifest, name, seconds)
+        published = Published(record, manifest, name, seconds, suspects)
         self._published[manifest.version] = published
         for version in sorted(self._published)[: -self._keep_versions]:
             del self._published[version]
@@ -244,10 +322,11 @@ class WeightPublisher:
             members=members,
             assets=tuple(listed),
             patches=patches,
-            trees=best_tree_count(snapshot.layout.nbytes, chunk_bytes, self._upload_mbit, members),
-            patch_trees=best_tree_count(patches[0].nbytes, patches[0].chunk_bytes, self._upload_mbit, members)
-            if patches
-            else 1,
+        )
+        manifest = msgspec.structs.replace(
+            manifest,
+            trees=self._tree_count(manifest, members),
+            patch_trees=self._tree_count(patches[0], members) if patches else 1,
         )
         body = sign(self._network.identity, manifest)
         while len(body) > self._limits.max_manifest_bytes and manifest.patches:
@@ -255,6 +334,10 @@ class WeightPublisher:
             body = sign(self._network.identity, manifest)
         self._store.pin(version, body, manifest.digests())
         return manifest, body
+
+    def _tree_count(self, what: Manifest | Patch, members: Sequence[Member]) -> int:
+        """Over how many trees a snapshot or a patch reaches ``members`` soonest."""
+        return best_tree_count(what.nbytes, what.chunk_bytes, self._upload_mbit, members)
 
     def _patches(
         self, snapshot: Snapshot, fingerprint: str, chunk_bytes: int, n_chunks: int

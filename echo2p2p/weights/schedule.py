@@ -34,7 +34,7 @@ class Schedule:
         me: this peer; may or may not be one of the plan's relays.
         learner: the source of last resort, and the first for this peer's own stripe.
         have: chunks that are here already.
-        suspects: sources that failed lately; asked only after the others.
+        unreliable: sources that failed lately; asked only after the others.
         banned: sources that are never asked.
         others: peers outside the plan that may have chunks; asked when everybody else has been.
     """
@@ -47,14 +47,14 @@ class Schedule:
         me: PeerId,
         learner: PeerId,
         have: Collection[int] = (),
-        suspects: Collection[PeerId] = (),
+        unreliable: Collection[PeerId] = (),
         banned: Collection[PeerId] = (),
         others: Collection[PeerId] = (),
     ) -> None:
         self._plan = plan
         self._me = me
         self._learner = learner
-        self._suspects = frozenset(suspects)
+        self._unreliable = frozenset(unreliable)
         self._gone = set(banned)
         known = {me, learner, *plan.relays}
         self._others = [peer for peer in dict.fromkeys(others) if peer not in known]
@@ -158,6 +158,38 @@ class Schedule:
             self._relieved.discard(chunk)
             self._drop_copy(chunk)
 
+    def replan(self, plan: RelayPlan) -> dict[PeerId, list[int]]:
+        """The plan has become this one, with other suspects: everything missing is asked as if it had begun so.
+
+        In the order in which it is planned, too: who has turned from one liar to the next has lost that. A peer that
+        comes under suspicion itself gives up its place.
+
+        Returns:
+            By source, the chunks that it was asked for and that are now asked of others.
+        """
+        if self._me in plan.suspects and self._me not in self._plan.suspects:
+            self._renounced.extend(sorted(self._missing))
+        self._plan = plan
+        for queue in self._queues.values():
+            queue.clear()
+        for state in (self._step, self._parked, self._relieved, self._unobtainable, self._copies):
+            state.clear()
+        first = {chunk: self._first(chunk) for chunk in sorted(self._missing)}
+        moved: dict[PeerId, list[int]] = {}
+        for source, chunks in self._open.items():
+            moved[source] = [chunk for chunk in chunks if first[chunk] != source]
+            self._open[source] = {chunk: None for chunk in chunks if first[chunk] == source}
+            self._copies.update(list(self._open[source]))
+        for chunk in first:
+            if not self._copies[chunk]:
+                self._begin(chunk)
+        return moved
+
+    def _first(self, chunk: int) -> PeerId:
+        """Who is asked for ``chunk`` before all others, of those that can be."""
+        passed = self._gone | self._unreliable
+        return next((peer for peer in self._plan.ahead(chunk, self._me) if peer not in passed), self._learner)
+
     def relieve(self, source: PeerId, keep: int) -> int:
         """Ask others too for all but the first ``keep`` chunks of a slow ``source``; how many that were.
 
@@ -208,7 +240,7 @@ class Schedule:
     def _begin(self, chunk: int) -> None:
         """As :meth:`_forward`, without laying out the whole route of a chunk whose first source is there."""
         source = self._plan.source(chunk, self._me) or self._learner
-        if source in self._gone or source in self._suspects:
+        if source in self._gone or source in self._unreliable:
             self._forward(chunk)
         else:
             self._queue(chunk, source, True, 1)
@@ -259,13 +291,13 @@ class Schedule:
         ahead = list(self._plan.ahead(chunk, self._me))
         passed = {self._me, *ahead}
         behind = [peer for peer in self._plan.others(chunk) if peer not in passed]
-        trusted = [source for source in ahead if source not in self._suspects]
+        trusted = [source for source in ahead if source not in self._unreliable]
         yield from ((source, True) for source in trusted)
         # The first holder gets its chunks from the learner; who stands in for it first looks around.
-        guesses = behind[: _GUESSES if ahead else 0]
+        guesses = [peer for peer in behind if peer not in self._plan.suspects][: _GUESSES if ahead else 0]
         yield from ((source, False) for source in guesses)
         yield self._learner, True
-        yield from ((source, True) for source in ahead if source in self._suspects)
-        yield from ((source, True) for source in behind[len(guesses) :])
+        yield from ((source, True) for source in ahead if source in self._unreliable)
+        yield from ((source, True) for source in behind if source not in guesses)
         yield from ((source, True) for source in guesses)
         yield from ((source, False) for source in self._others)

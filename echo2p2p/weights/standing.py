@@ -33,7 +33,7 @@ class Standing:
     def failed(self, source: PeerId) -> None:
         self._faults[source] = min(_MAX_FAULTS, self._faults[source] + 1)
 
-    def suspects(self) -> frozenset[PeerId]:
+    def unreliable(self) -> frozenset[PeerId]:
         """Sources that failed more than once lately, the learner apart."""
         return frozenset(
             source

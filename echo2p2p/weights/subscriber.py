@@ -50,7 +50,6 @@ class Fetched:
 
     ``bytes_from_*`` count chunk bytes over the network, ``timeline`` says when they came and from whom;
     ``fetch_s`` runs from the call to the verified whole. ``patches``: how many it was made with; 0 if it came whole.
-    ``banned``: all that were caught lying until then.
     """
 
     manifest: Manifest
@@ -61,7 +60,6 @@ class Fetched:
     fetch_s: float
     patches: int
     timeline: Timeline
-    banned: tuple[PeerId, ...]
 
 
 class WeightSubscriber:
@@ -96,7 +94,7 @@ class WeightSubscriber:
         self._limits = limits
         self._fetch_limits = fetch_limits
         self._verifier = ManifestVerifier(run, limits)
-        self._server = ChunkServer(network, server_limits)
+        self._server = ChunkServer(network, self._learner, server_limits)
         self._standing = Standing(self._learner)
         self._cap = TokenBucket(fetch_limits.download_mbit, self._clock.monotonic())
         self._members: tuple[Member, ...] = ()
@@ -219,7 +217,6 @@ class WeightSubscriber:
             fetch_s,
             arrival.patches,
             timeline,
-            tuple(self._standing.banned),
         )
         self._stored[manifest.version] = manifest
         self._begun.clear()

@@ -1,9 +1,11 @@
 """The chunk protocol: what peers say to each other to pass on manifests and chunks.
 
-One stream carries either one manifest or one lane::
+One stream carries one manifest, one lane, or one word about members::
 
     GetManifest                 → Waiting …, Body + its bytes; or Refused
     OpenLane, Want, Want …      → Chunk + its bytes | Missing | Waiting, in any order; or Refused
+    Report, to the learner      → nothing
+    Suspects, from the learner  → nothing
 
 On a lane, chunks come in whatever order they become available at the source. A source that waits for a
 version or for chunks itself says ``Waiting`` from time to time, so silence means trouble.
@@ -16,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from echo2p2p.weights.manifest import MAX_MANIFEST_BYTES
+from echo2p2p.weights.manifest import MAX_MANIFEST_BYTES, MAX_TREES
 
 CHUNK_PROTOCOL = "chunks"
 MAX_WANTS = 1024
@@ -40,6 +42,31 @@ class OpenLane(msgspec.Struct, frozen=True, tag="lane"):
 
     version: ManifestDigest
     number: VersionNumber = -1
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Tells the learner who sent wrong bytes of a version, and who let the sender wait in vain.
+
+    Members are named by their place in the manifest.
+    """
+
+    version: ManifestDigest
+    lied: Indices = ()
+    slow: Indices = ()
+
+
+class Suspects(msgspec.Struct, frozen=True, tag="suspects"):
+    """The learner's word on who should not relay a version, all of them, by their place in its manifest.
+
+    Of two such words the one with the larger ``serial`` counts. ``trees`` and ``patch_trees``: over how many the
+    others relay it from now on.
+    """
+
+    version: ManifestDigest
+    serial: Annotated[int, Meta(ge=0, lt=2**62)]
+    members: Indices
+    trees: Annotated[int, Meta(ge=1, le=MAX_TREES)]
+    patch_trees: Annotated[int, Meta(ge=1, le=MAX_TREES)]
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
@@ -88,7 +115,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Annotated[str, Meta(max_length=256)]
 
 
-FirstRequest = GetManifest | OpenLane
+FirstRequest = GetManifest | OpenLane | Report | Suspects
 LaneRequest = Want | Cancel
 LaneReply = Chunk | Missing | Waiting | Refused
 ManifestReply = Body | Waiting | Refused

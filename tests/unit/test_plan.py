@@ -101,6 +101,26 @@ def test_in_a_chain_the_one_before_stands_in() -> None:
         assert list(plan.ahead(7, me)) == order[:place][::-1]
 
 
+@given(
+    st.integers(1, 30),
+    st.lists(st.floats(0, 100), min_size=1, max_size=12),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 11)),
+)
+def test_nobody_gets_anything_from_a_suspect_that_gets_its_own_from_leaves(
+    n_chunks: int, rates: list[float], k: int, chosen: set[int]
+) -> None:
+    suspects = {PEERS[at] for at in chosen}
+    plan = relay_plan(n_chunks, n_chunks, members(rates), k, 1, suspects)
+    honest = set(PEERS[: len(rates)]) - suspects
+    for chunk in range(n_chunks):
+        ahead = {peer: list(plan.ahead(chunk, peer)) for peer in PEERS[: len(rates)]}
+        assert all(honest.issuperset(before) for before in ahead.values())
+        assert all(bool(before) == bool(honest) for peer, before in ahead.items() if peer in suspects)
+        assert sum(not ahead[peer] for peer in honest) == bool(honest)
+        assert sorted(plan.others(chunk)) == sorted(PEERS[: len(rates)])
+
+
 def test_without_members_there_is_nobody_to_relay() -> None:
     plan = plan_for(5, [], 1)
     assert plan.relays == ()
@@ -207,6 +227,22 @@ def test_nobody_waits_for_a_peer_that_waits_for_it() -> None:
         assert not any((peer, me) in edges for me, peer in edges)
 
 
+def test_what_a_suspect_owes_is_asked_of_who_is_ahead_of_it_and_cancelled_there() -> None:
+    def without(*suspects: str) -> RelayPlan:
+        return relay_plan(10, 10, members([50.0] * 4), 1, 1, suspects)
+
+    first, second, third, last = sorted(PEERS[:4], key=lambda me: len(list(without().ahead(0, me))))
+    it = Schedule(10, without(), me=last, learner=LEARNER)
+    opened = it.take(third, 4)[True]
+    assert it.replan(without(third)) == {third: opened}
+    assert (it.load(third), it.load(second)) == (0, 10)
+    assert it.take_renounced() == []
+    suspected = Schedule(10, without(), me=second, learner=LEARNER)
+    suspected.replan(without(first, second))
+    assert suspected.take_renounced() == list(range(10))
+    assert suspected.load(last) == 10
+
+
 def test_the_first_of_two_copies_counts_and_names_where_to_cancel() -> None:
     it = schedule()
     owed = take_all(it, PEERS[1])
@@ -231,6 +267,7 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
     it = schedule(n_chunks=n_chunks, n=n, have=rng.sample(range(n_chunks), rng.randint(0, n_chunks)))
     have = set(range(n_chunks)) - it.missing
     honest = rng.random() < 0.5
+    words = 20
     for _ in range(20_000):
         it.next_round()
         busy = it.busy_sources()
@@ -240,7 +277,11 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
             continue
         source = rng.choice(busy)
         chunks = take_all(it, source)
-        match rng.randrange(5):
+        match rng.randrange(6):
+            case 5 if words:
+                words -= 1
+                suspects = rng.sample(PEERS[:n], rng.randint(0, n // 2))
+                it.replan(relay_plan(n_chunks, n_chunks, members([50.0] * n), max(1, n), 1, suspects))
             case 0 if source != LEARNER or not honest:
                 it.failed(source, for_good=rng.random() < 0.2)
             case 1 if source != LEARNER or not honest:
