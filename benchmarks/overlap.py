@@ -2,21 +2,23 @@
 
     python -m benchmarks.overlap [--quick] [--picture docs/images/overlap.png] [--run-dir DIR]
 
-Real processes on one machine: a bootstrap peer, six workers with the transformers engine, each on its own daemon, and
-the learner. Workers are held to a known rate (``worker.limit_tokens_per_s``), steps to a known time: the learner takes
-its real step of a small policy and sleeps for what is left of T_train, so that all of it needs less than one core.
+Real processes on one machine: a bootstrap peer, six workers with the transformers engine, each on its own daemon,
+and the learner. Workers are held to a known rate (``worker.limit_tokens_per_s``), steps to a known time: the learner
+takes its real step of a small policy and sleeps for what is left of T_train, so that it all needs less than a core.
 
 * For S = 2, 3, 4, 6 and κ = max(1, S − 1): one and two workers fewer than the predicted minimum asks for, and the
   number that the learner chooses itself (γ = 1.1), which may let it wait for 2 % of the time at most.
-* With the learner's uplink cut until a broadcast takes 1.5 steps: several κ for S = 3 and S = 4.
+* With the learner's uplink cut until a broadcast takes 0.7 steps: the number that it chooses for S = 3.
+* With a broadcast of 1.5 steps: several κ for S = 3 and S = 4, with four workers each.
 
-The predictions are made from what was measured beside the bubble: T_train, T_bcast and the workers' rates. Points with
-a rate or a T_train off by more than 5 % are marked as disturbed: the machine was busy with something else.
+The predictions are made from what was measured beside the bubble: T_train, T_bcast and the workers' rates. A point
+with a rate or a T_train off by more than 5 %, or during which the learner's loop stood still for 0.3 s, is disturbed
+(the machine was busy with something else): it is measured again, at most three times in all, and marked if in vain.
 
 The last line on stdout is one JSON object, ``overlap``:
 
-* ``points``: of each its settings, measured and predicted bubble ratio, and the predicted minimum; ``paper_workers`` is
-  the minimum by the paper's formula, whose workers stand still while a version travels;
+* ``points``: of each its settings, measured and predicted bubble ratio, and the predicted minimum;
+  ``paper_workers`` is the minimum by the paper's formula, whose workers stand still while a version travels;
 * ``bubble_at_target``: the largest bubble ratio with the workers that the learner chose;
 * ``agrees``: below the minimum the learner waits, with its own choice at most 2 %, and every measured bubble ratio is
   within 0.05 of the predicted one. Disturbed points don't count.
@@ -52,22 +54,32 @@ GAMMA = 1.1
 TARGET_BUBBLE = 0.02
 TOLERANCE = 0.05
 DISTURBED = 0.05
+LONGEST_STALL_S = 0.3
+TRIES = 3
 DEADLINE_S = 120.0
 BROADCAST_S = 0.15
 """T_bcast over loopback until it has been measured."""
-LONG_BROADCAST_S = 1.5 * T_TRAIN_S
-UPLINK_MBIT = 4.8
-"""Of the learner, for a broadcast of 1.5 steps."""
+SNAPSHOT_MBIT = 13.0
+"""What the seed policy's weights have, with the 5 % of the learner's uplink that they may not fill."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a point is run with; ``workers`` None for the learner's own choice."""
+    """What a point is run with.
+
+    Attributes:
+        workers: None for the learner's own choice.
+        broadcast_steps: T_bcast in steps that the learner's uplink is cut for; 0 for all that loopback has.
+    """
 
     staleness: int
     kappa: int
     workers: int | None
-    slow: bool = False
+    broadcast_steps: float = 0.0
+
+    @property
+    def upload_mbit(self) -> float:
+        return SNAPSHOT_MBIT / (self.broadcast_steps * T_TRAIN_S - BROADCAST_S)
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Point:
     kappa: int
     workers: int
     chosen: bool
-    slow: bool
+    broadcast_steps: float
     steps: int
     bubble: float
     predicted_bubble: float
@@ -89,6 +101,7 @@ class Point:
     rate: float
     staleness_max: int
     dropped: int
+    stalled_s: float
     disturbed: bool
 
 
@@ -99,7 +112,7 @@ def settings_of(quick: bool) -> list[Setting]:
     if quick:
         return [Setting(3, 2, 2), Setting(3, 2, 3), Setting(3, 2, None)]
     grid = [Setting(s, kappa(s), n) for s in (2, 3, 4, 6) for n in (2, 3, None)]
-    return grid + [Setting(3, 2, 5, slow=True), Setting(4, 2, 5, slow=True), Setting(4, 3, 5, slow=True)]
+    return [*grid, Setting(3, 2, None, 0.7), *(Setting(s, k, 4, 1.5) for s, k in ((3, 2), (4, 2), (4, 3)))]
 
 
 def run(swarm: Swarm, setting: Setting, t_bcast_s: float) -> Point:
@@ -114,8 +127,8 @@ def run(swarm: Swarm, setting: Setting, t_bcast_s: float) -> Point:
     if setting.workers is not None:
         # Everybody asks for $1/h, and more are wanted than the cap pays for.
         overrides |= {"provisioning.price_cap_per_hour": setting.workers, "provisioning.gamma": 3.0}
-    if setting.slow:
-        overrides |= {"learner.upload_mbit": UPLINK_MBIT, "weights.max_patch_share": 0}
+    if setting.broadcast_steps:
+        overrides |= {"learner.upload_mbit": setting.upload_mbit, "weights.max_patch_share": 0}
     found = swarm.measure(
         overrides, warmup=2 * setting.kappa + 2, steps=periods * setting.kappa, deadline_s=DEADLINE_S
     )
@@ -141,7 +154,7 @@ def point_of(setting: Setting, found: Measured, rate: float, t_bcast_s: float) -
         kappa=setting.kappa,
         workers=workers,
         chosen=setting.workers is None,
-        slow=setting.slow,
+        broadcast_steps=setting.broadcast_steps,
         steps=len(steps),
         bubble=idle_s / (idle_s + train_s),
         predicted_bubble=1 - t_train_s / predicted_s,
@@ -152,7 +165,9 @@ def point_of(setting: Setting, found: Measured, rate: float, t_bcast_s: float) -
         rate=measured_rate,
         staleness_max=max(step["staleness_max"] for step in steps),
         dropped=sum(steps[-1]["dropped"].values()) - sum(steps[0]["dropped"].values()),
+        stalled_s=found.stalled_s,
         disturbed=with_them < len(steps)
+        or found.stalled_s > LONGEST_STALL_S
         or abs(measured_rate / rate - 1) > DISTURBED
         or abs(t_train_s / T_TRAIN_S - 1) > DISTURBED,
     )
@@ -178,7 +193,20 @@ def _finite(value: float) -> float | None:
 
 def _print(points: list[Point]) -> None:
     print_table(
-        ["S", "κ", "workers", "minimum", "paper's", "bubble", "predicted", "T_train", "T_bcast", "rate", "oldest", ""],
+        [
+            "S",
+            "κ",
+            "workers",
+            "minimum",
+            "paper's",
+            "bubble",
+            "predicted",
+            "T_train",
+            "T_bcast",
+            "rate",
+            "oldest",
+            "",
+        ],
         [
             [
                 point.staleness,
@@ -221,20 +249,24 @@ def main() -> None:
         say(f"{WORKERS} workers start")
         # In its first life the workers build their engines.
         swarm.measure({"learner.staleness": 3}, warmup=2, steps=1, deadline_s=DEADLINE_S)
-        t_bcast_s = {False: BROADCAST_S, True: LONG_BROADCAST_S}
-        for setting in settings_of(options.quick):
-            point = run(swarm, setting, t_bcast_s[setting.slow])
-            t_bcast_s[setting.slow] = point.t_bcast_s
-            points.append(point)
+        waiting = [(setting, TRIES) for setting in settings_of(options.quick)]
+        while waiting:
+            setting, tries = waiting.pop(0)
+            point = run(swarm, setting, setting.broadcast_steps * T_TRAIN_S or BROADCAST_S)
+            if point.disturbed and tries > 1:
+                waiting.append((setting, tries - 1))
+            else:
+                points.append(point)
             say(
-                f"{time.monotonic() - started:.0f} s: S = {point.staleness}, κ = {point.kappa}, {point.workers} workers: "
-                f"bubble {point.bubble:.1%}, predicted {point.predicted_bubble:.1%}"
+                f"{time.monotonic() - started:.0f} s: S = {point.staleness}, κ = {point.kappa}, "
+                f"{point.workers} workers: bubble {point.bubble:.1%}, predicted {point.predicted_bubble:.1%}"
                 f"{', disturbed' if point.disturbed else ''}"
             )
+    points.sort(key=lambda p: (p.broadcast_steps, p.staleness, p.kappa, p.chosen, p.workers))
     if options.picture:
         from benchmarks.overlap_picture import draw
 
-        draw([asdict(point) for point in points], options.picture)
+        draw([asdict(point) for point in points], ROLLOUTS, options.picture)
     bubble_at_target, agrees = agreement(points)
     _print(points)
     print(

@@ -20,9 +20,10 @@ from echo2p2p.data.trajectory import Group
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.telemetry.events import Event, EventLog
 
+TICK_S = 0.1
 SAMPLES = 4
-TOKENS = 6
-"""Of every rollout: the task's answers are longer, so all end here."""
+TOKENS = 5
+"""Of every rollout: the seed policy ends its answers after five digits, and is cut there."""
 
 SETTINGS = f"""
 name = "overlap"
@@ -31,7 +32,7 @@ host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
 use_relay = false
 [task]
 name = "strings"
-options = {{ kind = "reverse", length = 20 }}
+options = {{ kind = "reverse", length = 5 }}
 [learner]
 steps = 100000
 samples_per_prompt = {SAMPLES}
@@ -54,12 +55,17 @@ chunk_kib = 64
 
 @dataclass
 class Measured:
-    """What the learner said of itself during one point; ``steps`` without the warm-up."""
+    """What the learner said of itself during one point.
 
-    steps: list[Event] = field(default_factory=list)
+    Attributes:
+        steps: without those of the ``warmup``.
+        stalled_s: by how much its loop was late at most during ``steps``: the machine, or we, stood still.
+    """
+
     warmup: list[Event] = field(default_factory=list)
+    steps: list[Event] = field(default_factory=list)
     broadcasts: list[Event] = field(default_factory=list)
-    published: int = 0
+    stalled_s: float = 0.0
 
 
 class Swarm:
@@ -72,7 +78,14 @@ class Swarm:
     """
 
     def __init__(
-        self, folder: Path, group: demo.Processes, *, workers: int, rate: float, rollouts: int, t_train_s: float
+        self,
+        folder: Path,
+        group: demo.Processes,
+        *,
+        workers: int,
+        rate: float,
+        rollouts: int,
+        t_train_s: float,
     ) -> None:
         from echo2p2p.rundir import RunDir
 
@@ -91,8 +104,11 @@ class Swarm:
         for number in range(workers):
             group.start(
                 f"worker-{number}",
-                ["worker", "--run", run, *common, "--initial-peers", self._door, "--price", "1"]
-                + ["--limit-tokens-per-s", str(rate * TOKENS), "--run-dir", str(folder / f"worker-{number}")],
+                [
+                    *("worker", "--run", run, *common, "--initial-peers", self._door, "--price", "1"),
+                    *("--limit-tokens-per-s", str(rate * TOKENS)),
+                    *("--run-dir", str(folder / f"worker-{number}")),
+                ],
             )
         self._lives = 0
 
@@ -128,17 +144,26 @@ class Swarm:
                         stop.set()
                 elif event["event"] == "broadcast":
                     found.broadcasts.append(event)
-                elif event["event"] == "published":
-                    found.published += 1
 
-            return await run_learner(
-                settings,
-                self._place,
-                resume=resume,
-                stop=stop,
-                joined=lambda _: None,
-                watch=lambda events: _heard(events, hear),
-            )
+            async def watch_the_loop() -> None:
+                while True:
+                    due = time.monotonic() + TICK_S
+                    await asyncio.sleep(TICK_S)
+                    if len(found.warmup) == warmup:
+                        found.stalled_s = max(found.stalled_s, time.monotonic() - due)
+
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(watch_the_loop())
+                finished = await run_learner(
+                    settings,
+                    self._place,
+                    resume=resume,
+                    stop=stop,
+                    joined=lambda _: None,
+                    watch=lambda events: _heard(events, hear),
+                )
+                watching.cancel()
+            return finished
 
         with _paced(self.t_train_s):
             run_role(one_life)

@@ -97,9 +97,9 @@ def default_kappa(staleness: int) -> int:
 def best_kappa(*, staleness: int, t_train_s: float, t_bcast_s: float) -> int | None:
     """The publication period with which the smallest pool keeps the learner busy; None where none can.
 
-    With b = T_bcast / T_train it takes μ ≥ R / (T_train · min(1, S + 1 − κ − b)), and κ > b. Of equals the largest, at
-    most S − 1, publishes least: S − 1 for b < 1, ⌊S − b⌋ as far as that is above b, and ⌊b⌋ + 1 for smaller S, down
-    to S = 2⌊b⌋ + 1 (:func:`min_staleness`).
+    With b = T_bcast / T_train it takes μ ≥ R / (T_train · min(1, S + 1 − κ − b)), and κ > b. Of equals the largest,
+    at most S − 1, publishes least: S − 1 for b < 1, ⌊S − b⌋ as far as that is above b, and ⌊b⌋ + 1 for smaller S,
+    down to S = 2⌊b⌋ + 1 (:func:`min_staleness`).
     """
     b = t_bcast_s / t_train_s
 
