@@ -46,7 +46,7 @@ from echo2p2p.config import LearnerSettings
 from echo2p2p.provisioning.capacity import mu_min, mu_min_standing, step_s
 
 WORKERS = 6
-T_TRAIN_S = 2.0
+T_TRAIN_S = 1.5
 ROLLOUTS = 96
 LEAST_WORKERS = 3.4
 """So many workers generate what the learner consumes."""
@@ -56,7 +56,7 @@ TOLERANCE = 0.05
 DISTURBED = 0.05
 LONGEST_STALL_S = 0.3
 TRIES = 3
-DEADLINE_S = 120.0
+DEADLINE_S = 90.0
 BROADCAST_S = 0.15
 """T_bcast over loopback until it has been measured."""
 SNAPSHOT_MBIT = 13.0
@@ -111,8 +111,11 @@ def settings_of(quick: bool) -> list[Setting]:
 
     if quick:
         return [Setting(3, 2, 2), Setting(3, 2, 3), Setting(3, 2, None)]
-    grid = [Setting(s, kappa(s), n) for s in (2, 3, 4, 6) for n in (2, 3, None)]
-    return [*grid, Setting(3, 2, None, 0.7), *(Setting(s, k, 4, 1.5) for s, k in ((3, 2), (4, 2), (4, 3)))]
+    return [
+        *(Setting(s, k, 4, 1.5) for s, k in ((3, 2), (4, 2), (4, 3), (4, 4))),
+        Setting(3, 2, None, 0.7),
+        *(Setting(s, kappa(s), n) for s in (3, 2, 4, 6) for n in (2, 3, None)),
+    ]
 
 
 def run(swarm: Swarm, setting: Setting, t_bcast_s: float) -> Point:
@@ -125,15 +128,17 @@ def run(swarm: Swarm, setting: Setting, t_bcast_s: float) -> Point:
         "provisioning.t_bcast_prior_s": t_bcast_s,
     }
     if setting.workers is not None:
-        # Everybody asks for $1/h, and more are wanted than the cap pays for.
-        overrides |= {"provisioning.price_cap_per_hour": setting.workers, "provisioning.gamma": 3.0}
+        # Everybody asks for $1/h, and no fewer are wanted than the cap pays for.
+        overrides["provisioning.price_cap_per_hour"] = setting.workers
     if setting.broadcast_steps:
         overrides |= {"learner.upload_mbit": setting.upload_mbit, "weights.max_patch_share": 0}
     found = swarm.measure(
-        overrides, warmup=2 * setting.kappa + 2, steps=periods * setting.kappa, deadline_s=DEADLINE_S
+        overrides, warmup=setting.kappa + 3, steps=periods * setting.kappa, deadline_s=DEADLINE_S
     )
     if not found.steps:
-        raise SystemExit(f"no step after the warm-up of {setting} in {DEADLINE_S:.0f} s")
+        raise SystemExit(
+            f"{setting}: no more than the {len(found.warmup)} steps of the warm-up in {DEADLINE_S:.0f} s"
+        )
     return point_of(setting, found, swarm.rate, t_bcast_s)
 
 

@@ -115,7 +115,7 @@ class Swarm:
     def measure(
         self, overrides: Mapping[str, object], *, warmup: int, steps: int, deadline_s: float
     ) -> Measured:
-        """Run the learner with ``overrides`` for so many steps; the first ``warmup`` are kept apart."""
+        """Run the learner with ``overrides`` for so many steps, or ``deadline_s``; the first ``warmup`` are apart."""
         from echo2p2p.cli.run import run_role
         from echo2p2p.roles import run_learner
 
@@ -134,8 +134,6 @@ class Swarm:
         self._lives += 1
 
         async def one_life(stop: asyncio.Event) -> bool:
-            asyncio.get_running_loop().call_later(deadline_s, stop.set)
-
             def hear(event: Event) -> None:
                 if event["event"] == "step" and not stop.is_set():
                     mine = found.warmup if len(found.warmup) < warmup else found.steps
@@ -146,11 +144,14 @@ class Swarm:
                     found.broadcasts.append(event)
 
             async def watch_the_loop() -> None:
-                while True:
+                for _ in range(
+                    int(deadline_s / TICK_S)
+                ):  # by our own time: whoever stops us for a while stops it
                     due = time.monotonic() + TICK_S
                     await asyncio.sleep(TICK_S)
                     if len(found.warmup) == warmup:
                         found.stalled_s = max(found.stalled_s, time.monotonic() - due)
+                stop.set()
 
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(watch_the_loop())
