@@ -30,6 +30,7 @@ name = "overlap"
 [swarm]
 host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
 use_relay = false
+startup_timeout_s = 300
 [task]
 name = "strings"
 options = {{ kind = "reverse", length = 5 }}
