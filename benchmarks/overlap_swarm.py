@@ -43,6 +43,7 @@ lease_s = 60
 beat_period_s = 2
 eval_prompts = 1
 eval_samples = 1
+journal = false        # a life that begins with a batch takes the wait of its second step for a want of workers
 [learner.optimizer]
 learning_rate = 1e-6   # the policy stays what it is, so that lengths do
 micro_batch_tokens = 2048
