@@ -95,20 +95,25 @@ class Provisioner:
     def mu_min(self) -> float:
         """μ_min(κ) from what has been measured so far.
 
-        Where nothing can overlap (sequential training) or the model is infeasible (κ·T_train ≤ T_bcast), more
-        workers would not hide the broadcast; the pool is then sized for generation to take as long as training.
+        Where nothing can overlap (sequential training) or the model is infeasible (a broadcast outlasts κ steps or
+        the window), more workers would not hide the broadcast; the pool is then sized for generation to take as
+        long as training.
         """
-        rollouts, t_train_s = self._learner.rollouts_per_step, self.t_train.seconds
-        overlapped = mu_min(
+        at_least = self._learner.rollouts_per_step / self.t_train.seconds
+        if not self._overlaps:
+            return at_least
+        # Close to infeasible, the model asks for the whole market; beyond this it would buy nothing.
+        return min(self._overlapped, MAX_OVERSIZE * at_least)
+
+    @property
+    def _overlapped(self) -> float:
+        return mu_min(
             kappa=self._learner.publication_period,
-            rollouts=rollouts,
-            t_train_s=t_train_s,
+            staleness=self._learner.staleness,
+            rollouts=self._learner.rollouts_per_step,
+            t_train_s=self.t_train.seconds,
             t_bcast_s=self.t_bcast.seconds,
         )
-        if self._learner.is_sequential or math.isinf(overlapped):
-            return rollouts / t_train_s
-        # Close to infeasible, the model asks for the whole market; beyond this it would buy nothing.
-        return min(overlapped, MAX_OVERSIZE * rollouts / t_train_s)
 
     @property
     def mu_target(self) -> float:
@@ -144,8 +149,7 @@ class Provisioner:
     @property
     def _overlaps(self) -> bool:
         """Whether a wait says anything about the pool: otherwise the learner waits by design."""
-        reachable = self._learner.publication_period * self.t_train.seconds > self.t_bcast.seconds
-        return reachable and not self._learner.is_sequential
+        return not self._learner.is_sequential and math.isfinite(self._overlapped)
 
     async def wait_active(self) -> bool:
         """True once a worker has been activated; there is no deadline, a run waits for its workers."""

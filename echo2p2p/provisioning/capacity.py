@@ -4,9 +4,14 @@ Pure functions. Symbols as in the ECHO-2 paper: R rollouts a step, T_train secon
 publications, T_bcast seconds from publication until a fraction 1/γ of the active workers can generate,
 μ rollouts a second, S the staleness budget.
 
-Overlap asks that one publication period of training covers its broadcast and the rollouts it consumes:
+The paper lets workers stand still while a version travels (:func:`mu_min_standing`). Ours generate with the version
+that they have, so a broadcast costs no rollouts: it only makes them older, and what it asks of the pool follows from
+the window. The first batch for which the version before is too old is drawn D = S + 1 − κ steps after a publication,
+and its rollouts begin when the broadcast ends:
 
-    κ·T_train ≥ T_bcast + κ·R / μ      ⇔      μ ≥ μ_min(κ) = κ·R / (κ·T_train − T_bcast)
+    μ ≥ R / T_train    and    D·T_train ≥ T_bcast + R / μ
+
+``python -m benchmarks.overlap`` measures both.
 """
 
 from __future__ import annotations
@@ -14,10 +19,51 @@ from __future__ import annotations
 import math
 
 
-def mu_min(*, kappa: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
-    """Rollouts a second below which the learner must wait; infinite where κ·T_train ≤ T_bcast."""
+def mu_min(*, kappa: int, staleness: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
+    """Rollouts a second below which the learner must wait, of workers that generate while a version travels.
+
+    Infinite where no pool is fast enough: κ·T_train ≤ T_bcast, and versions would be published faster than they
+    arrive; or D·T_train ≤ T_bcast, and rollouts are too old when they could begin.
+    """
+    if kappa * t_train_s <= t_bcast_s:
+        return math.inf
+    times = {"t_train_s": t_train_s, "t_bcast_s": t_bcast_s}
+    return max(rollouts / t_train_s, mu_fresh(kappa=kappa, staleness=staleness, rollouts=rollouts, **times))
+
+
+def mu_min_standing(*, kappa: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
+    """The paper's μ_min(κ) = κ·R / (κ·T_train − T_bcast), of workers that stand still while a version travels.
+
+    Infinite where κ·T_train ≤ T_bcast.
+    """
     slack_s = kappa * t_train_s - t_bcast_s
     return kappa * rollouts / slack_s if slack_s > 0 else math.inf
+
+
+def mu_fresh(*, kappa: int, staleness: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
+    """Rollouts a second from which on Δ_cons ≤ S; infinite where no pool is fast enough.
+
+    Δ_cons ≤ S ⇔ (T_bcast + R/μ) / T_train ≤ S + 1 − κ.
+    """
+    slack_s = (staleness + 1 - kappa) * t_train_s - t_bcast_s
+    return rollouts / slack_s if slack_s > 0 else math.inf
+
+
+def step_s(
+    *, kappa: int, staleness: int, rollouts: int, t_train_s: float, t_bcast_s: float, mu_pool: float
+) -> float:
+    """Seconds from step to step with this pool, waits included; infinite where nothing generates.
+
+    A learner that waits for the first batch of a version (once in κ steps) gives the next versions as much more
+    time: ⌊D / κ⌋ of such waits lie between a publication and the batch that needs it.
+    """
+    if mu_pool <= 0:
+        return math.inf
+    generation_s = rollouts / mu_pool
+    steps_until_needed = staleness + 1 - kappa
+    late_s = t_bcast_s + generation_s - steps_until_needed * t_train_s
+    waits = 1 + max(0, steps_until_needed) // kappa
+    return max(generation_s, t_train_s + max(0.0, late_s) / waits / kappa)
 
 
 def min_kappa(*, t_train_s: float, t_bcast_s: float) -> int:
@@ -39,15 +85,6 @@ def conservative_staleness(
     return kappa + math.ceil(lag_steps - 1e-9) - 1
 
 
-def mu_fresh(*, kappa: int, staleness: int, rollouts: int, t_train_s: float, t_bcast_s: float) -> float:
-    """Rollouts a second from which on Δ_cons ≤ S; infinite where no pool is fast enough.
-
-    Δ_cons ≤ S ⇔ (T_bcast + R/μ) / T_train ≤ S + 1 − κ.
-    """
-    slack_s = (staleness + 1 - kappa) * t_train_s - t_bcast_s
-    return rollouts / slack_s if slack_s > 0 else math.inf
-
-
 def default_kappa(staleness: int) -> int:
     """The publication period that follows from the staleness budget S where T_bcast < T_train: max(1, S − 1).
 
@@ -58,20 +95,19 @@ def default_kappa(staleness: int) -> int:
 
 
 def best_kappa(*, staleness: int, t_train_s: float, t_bcast_s: float) -> int | None:
-    """The publication period with which the smallest pool overlaps and keeps Δ_cons ≤ S; None where none can.
+    """The publication period with which the smallest pool keeps the learner busy; None where none can.
 
-    With b = T_bcast / T_train, a pool does both if R/(μ·T_train) ≤ min(1 − b/κ, S + 1 − κ − b). The first rises with
-    κ, the second falls. One is above 0 if κ = ⌊b⌋ + 1 < S + 1 − b, that is from S = 2⌊b⌋ + 1 on
-    (:func:`min_staleness`).
+    With b = T_bcast / T_train it takes μ ≥ R / (T_train · min(1, S + 1 − κ − b)), and κ > b. Of equals the largest,
+    at most S − 1, publishes least: S − 1 for b < 1, ⌊S − b⌋ as far as that is above b, and ⌊b⌋ + 1 for smaller S,
+    down to S = 2⌊b⌋ + 1 (:func:`min_staleness`).
     """
     b = t_bcast_s / t_train_s
 
     def slack(kappa: int) -> float:
-        return min(1 - b / kappa, staleness + 1 - kappa - b)
+        return min(1.0, staleness + 1 - kappa - b)
 
-    best = max(
-        range(1, staleness + 1), key=slack, default=0
-    )  # of equals the first, which publishes most often
+    possible = range(default_kappa(staleness), int(b), -1)
+    best = max(possible, key=slack, default=0)  # of equals the first
     return best if best and slack(best) > 0 else None
 
 

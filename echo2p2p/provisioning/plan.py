@@ -16,8 +16,8 @@ from echo2p2p.provisioning.capacity import (
     default_kappa,
     min_kappa,
     min_staleness,
-    mu_fresh,
     mu_min,
+    step_s,
 )
 
 
@@ -45,7 +45,7 @@ class Plan:
     Attributes:
         feasible: the chosen workers reach μ_target, and no rollout gets older than S.
         why: what stands in the way, or empty.
-        mu_min: the least Σμ that hides broadcast and generation behind training and keeps Δ_cons within S.
+        mu_min: the least Σμ with which the learner does not wait, all rollouts being within S.
         workers: in the order in which they would be activated.
         price_per_step: of the workers alone, the learner not included; where they cannot keep it busy, a step
             takes as long as its rollouts do.
@@ -72,26 +72,12 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     )
     impossible = kappa is None
     kappa = kappa or default_kappa(inputs.staleness)
-    needed = max(
-        mu_min(kappa=kappa, rollouts=inputs.rollouts, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s),
-        mu_fresh(
-            kappa=kappa,
-            staleness=inputs.staleness,
-            rollouts=inputs.rollouts,
-            t_train_s=inputs.t_train_s,
-            t_bcast_s=inputs.t_bcast_s,
-        ),
-    )
+    times = {"t_train_s": inputs.t_train_s, "t_bcast_s": inputs.t_bcast_s}
+    needed = mu_min(kappa=kappa, staleness=inputs.staleness, rollouts=inputs.rollouts, **times)
     target = inputs.gamma * needed
     chosen = cheapest(candidates, target, price_cap_per_hour=inputs.price_cap_per_hour)
     mu_pool = sum(c.mu for c in chosen)
-    delta = conservative_staleness(
-        kappa=kappa,
-        rollouts=inputs.rollouts,
-        t_train_s=inputs.t_train_s,
-        t_bcast_s=inputs.t_bcast_s,
-        mu_pool=mu_pool,
-    )
+    delta = conservative_staleness(kappa=kappa, rollouts=inputs.rollouts, mu_pool=mu_pool, **times)
     if impossible or kappa * inputs.t_train_s <= inputs.t_bcast_s:
         least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
         least_s = min_staleness(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
@@ -108,6 +94,9 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     else:
         why = ""
     price = sum(c.price_per_hour for c in chosen)
+    a_step_s = step_s(
+        kappa=kappa, staleness=inputs.staleness, rollouts=inputs.rollouts, mu_pool=mu_pool, **times
+    )
     return Plan(
         inputs=inputs,
         kappa=kappa,
@@ -118,7 +107,7 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
         mu_pool=mu_pool,
         workers=tuple(chosen),
         price_per_hour=price,
-        price_per_step=price * _step_s(inputs, kappa, mu_pool) / 3600,
+        price_per_step=price * a_step_s / 3600 if chosen else 0.0,
         delta_cons=delta,
     )
 
@@ -137,10 +126,3 @@ def _too_few(inputs: Inputs, candidates: Sequence[Candidate], mu_pool: float, ta
             needed = math.ceil(sum(c.price_per_hour for c in uncapped) * 100 - 1e-6) / 100
             return f"{short}: raise the price cap to ${needed:.2f}/h, or raise S"
     return f"{short}: add workers, raise S, or train slower (a larger T_train)"
-
-
-def _step_s(inputs: Inputs, kappa: int, mu_pool: float) -> float:
-    """Seconds a step takes: training, or broadcast and rollouts of a publication period if they take longer."""
-    if mu_pool <= 0:
-        return inputs.t_train_s
-    return max(inputs.t_train_s, (inputs.t_bcast_s + kappa * inputs.rollouts / mu_pool) / kappa)

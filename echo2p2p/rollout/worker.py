@@ -105,7 +105,6 @@ class Worker:
         self._announced = 0.0
         self._advert_changed = asyncio.Event()
         self._wake = asyncio.Event()
-        self._not_before = 0.0
         self._proven = -1
         self._fingerprint = ""
         self._disowned = False
@@ -371,16 +370,11 @@ class Worker:
                     if trial is not None:
                         proofs.create_task(self._prove(engine, trial))
                     continue
-                wait_s = self._not_before - self._clock.monotonic()
-                batch = self._next_batch() if wait_s <= 0 else []
+                batch = self._next_batch()
                 if batch and engine is not None and scorer is not None:
                     await self._generate(engine, scorer, batch)
                     continue
-                try:
-                    async with asyncio.timeout(wait_s if wait_s > 0 else None):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass
+                await self._wake.wait()
 
     def _next_batch(self) -> list[Prompt]:
         """Prompts of equal settings that the engine's version may roll out, oldest lease first."""
@@ -421,14 +415,16 @@ class Worker:
             self._failed(batch, error)
             return
         self._failures = 0
+        tokens = sum(group.n_tokens for group in groups)
+        if self._settings.limit_tokens_per_s is not None:
+            # Before the delivery: the learner takes the time until then for what the work takes.
+            ends = started + tokens / self._settings.limit_tokens_per_s
+            await asyncio.sleep(max(0.0, ends - self._clock.monotonic()))
         for prompt, group in zip(batch, groups, strict=True):
             if self._trial is not None:
                 self._trial.kept_back.append((prompt, group))
             else:
                 self._session.submit(Submit(prompt.lease.lease, group))
-        tokens = sum(group.n_tokens for group in groups)
-        if self._settings.limit_tokens_per_s is not None:
-            self._not_before = started + tokens / self._settings.limit_tokens_per_s
         self._events.emit(
             "generated",
             groups=len(groups),

@@ -65,7 +65,7 @@ def test_a_plan_for_people_and_for_programs(tmp_path):
     question = ["plan", str(prices), "-R", "2048", "--t-train", "1600", "--t-bcast", "1312"]
     answer = json.loads(run(*question, "--json").stdout)
     assert answer["plan"]["feasible"] is True
-    assert len(answer["plan"]["workers"]) == 12
+    assert len(answer["plan"]["workers"]) == 8
     assert answer["plan"]["predicted_staleness"] == 3
     assert "mu target" in run(*question).stdout
     assert [p["staleness"] for p in answer["by_staleness"]] == [1, 2, 3, 4, 5, 6]
@@ -73,7 +73,7 @@ def test_a_plan_for_people_and_for_programs(tmp_path):
     assert 0.35 * len(capped["workers"]) <= 2
     assert not capped["feasible"]
     assert capped["price_per_hour"] is None
-    assert "raise the price cap to $4.20/h" in capped["why"]
+    assert "raise the price cap to $2.80/h" in capped["why"]
 
 
 def test_a_plan_that_is_not_feasible_shows_no_price_and_says_what_is_missing(tmp_path):

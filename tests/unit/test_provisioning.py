@@ -15,8 +15,9 @@ from echo2p2p.provisioning.capacity import (
     default_kappa,
     min_kappa,
     min_staleness,
-    mu_fresh,
     mu_min,
+    mu_min_standing,
+    step_s,
 )
 from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator, Shortfall
 from echo2p2p.provisioning.plan import Inputs, plan
@@ -32,13 +33,27 @@ candidates = st.lists(
 )
 
 
-def test_mu_min_is_the_papers_formula():
-    # ECHO-2, 8B: R = 2048, T_train = 1631 s, T_bcast = 1437 s, κ = 2.
-    assert mu_min(kappa=2, rollouts=2048, t_train_s=1631, t_bcast_s=1437) == 4096 / (3262 - 1437)
+def test_of_workers_that_stand_still_mu_min_is_the_papers_formula():
+    assert mu_min_standing(kappa=2, rollouts=2048, t_train_s=1631, t_bcast_s=1437) == 4096 / (3262 - 1437)
+    assert mu_min_standing(kappa=1, rollouts=10, t_train_s=5, t_bcast_s=5) == math.inf
 
 
-def test_mu_min_is_infinite_where_a_broadcast_outlasts_the_publication_period():
-    assert mu_min(kappa=1, rollouts=10, t_train_s=5, t_bcast_s=5) == math.inf
+def test_a_broadcast_shorter_than_a_step_asks_for_no_more_workers_under_the_default_kappa():
+    for staleness in (2, 3, 4, 6):
+        kappa = default_kappa(staleness)
+        assert mu_min(kappa=kappa, staleness=staleness, rollouts=96, t_train_s=2, t_bcast_s=1.9) == 48
+
+
+def test_a_broadcast_asks_for_more_workers_where_the_window_gives_it_too_few_steps():
+    narrow = {"rollouts": 96, "t_train_s": 2.0, "t_bcast_s": 3.0}
+    assert mu_min(kappa=2, staleness=3, **narrow) == 96 / (2 * 2 - 3)
+    assert mu_min(kappa=2, staleness=4, **narrow) == 48
+    assert mu_min(kappa=3, staleness=4, **narrow) == 96 / (2 * 2 - 3)
+    assert mu_min(kappa=3, staleness=3, **narrow) == math.inf
+
+
+def test_mu_min_is_infinite_where_versions_are_published_faster_than_they_arrive():
+    assert mu_min(kappa=1, staleness=9, rollouts=10, t_train_s=5, t_bcast_s=5) == math.inf
     assert min_kappa(t_train_s=5, t_bcast_s=5) == 2
     assert min_kappa(t_train_s=5, t_bcast_s=4.9) == 1
 
@@ -54,7 +69,9 @@ def test_kappa_of_s_minus_one_keeps_staleness_within_s(kappa, rollouts, t_train_
     staleness = kappa + 1
     t_bcast_s = t_train_s * bcast_fraction
     assert default_kappa(staleness) == kappa
-    needed = mu_min(kappa=kappa, rollouts=rollouts, t_train_s=t_train_s, t_bcast_s=t_bcast_s)
+    needed = mu_min(
+        kappa=kappa, staleness=staleness, rollouts=rollouts, t_train_s=t_train_s, t_bcast_s=t_bcast_s
+    )
     delta = conservative_staleness(
         kappa=kappa, rollouts=rollouts, t_train_s=t_train_s, t_bcast_s=t_bcast_s, mu_pool=needed * excess
     )
@@ -76,8 +93,7 @@ def test_the_best_kappa_overlaps_and_keeps_s_and_there_is_one_from_the_smallest_
     assert (best is not None) == (staleness >= min_staleness(**times))
 
     def needed(kappa):
-        fresh = mu_fresh(kappa=kappa, staleness=staleness, rollouts=rollouts, **times)
-        return max(fresh, mu_min(kappa=kappa, rollouts=rollouts, **times))
+        return mu_min(kappa=kappa, staleness=staleness, rollouts=rollouts, **times)
 
     if best is None:
         assert all(needed(kappa) == math.inf for kappa in range(1, 40))
@@ -87,6 +103,31 @@ def test_the_best_kappa_overlaps_and_keeps_s_and_there_is_one_from_the_smallest_
     delta = conservative_staleness(kappa=best, rollouts=rollouts, mu_pool=mu * 1.0001, **times)
     assert delta is not None
     assert delta <= staleness
+
+
+def step(staleness, kappa, b, mu):
+    """Seconds of a step of one second, for one rollout a step."""
+    return step_s(kappa=kappa, staleness=staleness, rollouts=1, t_train_s=1.0, t_bcast_s=b, mu_pool=mu)
+
+
+def test_a_step_waits_for_rollouts_or_for_the_first_batch_of_a_version():
+    assert step(3, 2, 0.5, 1.0) == 1
+    assert step(3, 2, 0.5, 0.8) == 1.25
+    # 1.5 + 0.86 is 0.36 steps more than the window's 2, once in 3 steps, and the next version has no time of it
+    assert step(4, 3, 1.5, 1 / 0.86) == pytest.approx(1 + 0.36 / 3)
+    # half of that for S = 3: every wait gives the next version as much more time
+    assert step(3, 2, 1.5, 1 / 0.86) == pytest.approx(1 + 0.36 / 2 / 2)
+    assert step(4, 2, 1.5, 1 / 0.86) == 1
+    assert step(3, 2, 0.5, 0.0) == math.inf
+
+
+@given(staleness=st.integers(1, 30), b=st.floats(0, 20), excess=st.floats(1.0001, 10))
+def test_at_mu_min_nothing_waits_and_below_it_something_does(staleness, b, excess):
+    for kappa in range(int(b) + 1, staleness + 1):
+        mu = mu_min(kappa=kappa, staleness=staleness, rollouts=1, t_train_s=1.0, t_bcast_s=b)
+        if mu < 1e6:
+            assert step(staleness, kappa, b, mu * excess) == pytest.approx(1)
+            assert step(staleness, kappa, b, mu / excess) > 1
 
 
 def test_small_windows_publish_every_version():
@@ -241,7 +282,7 @@ def test_spending_counts_active_time_only_and_all_on_counts_everybody():
 def test_a_plan_says_what_stands_in_the_way():
     workers = [Candidate(str(i), 0.35, 0.25) for i in range(12)]
     good = plan(Inputs(2048, 1600, 1312, 3, 1.1), workers)
-    assert (good.feasible, good.kappa, good.delta_cons, len(good.workers)) == (True, 2, 3, 10)
+    assert (good.feasible, good.kappa, good.delta_cons, len(good.workers)) == (True, 2, 3, 6)
     assert "κ must be at least 2" in plan(Inputs(2048, 1600, 1700, 1, 1.1), workers).why
     assert "all workers together" in plan(Inputs(2048, 1600, 1312, 3, 1.1), workers[:3]).why
 
