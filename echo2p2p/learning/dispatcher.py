@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from echo2p2p.config import LearnerSettings
 from echo2p2p.data.scoring import Scorer
@@ -45,6 +46,7 @@ class Dispatcher:
     """Leases, admission and batches of one run.
 
     Args:
+        n_active: how many workers are paid now.
         journal: where accepted groups and batches are written first; what it holds of an earlier life of the
             learner is taken up: batches that were drawn are drawn again, in the same order. None: nowhere, and
             what was accepted and not yet in a checkpoint is lost in a crash and leased again.
@@ -69,6 +71,7 @@ class Dispatcher:
         clock: Clock,
         events: EventLog,
         t_train_s: float,
+        n_active: Callable[[], int],
         journal: Journal | None = None,
         just_in_time: bool = True,
     ) -> None:
@@ -88,6 +91,7 @@ class Dispatcher:
         self._arrived = asyncio.Event()
         self._sessions: dict[str, Session] = {}
         self._training = False
+        self._n_active = n_active
         self._journal = journal
         self._recorded: dict[int, list[Entry]] = {}
         self._drawn: list[Entry] = []
@@ -177,8 +181,8 @@ class Dispatcher:
         wanted = max(MIN_OUTSTANDING_GROUPS, round(rate * ahead_s))
         if session.rate is None:
             # Nothing but an announcement: a fair share of one step, until something has come of it.
-            active = sum(1 for other in self._sessions.values() if other.active)
-            wanted = min(wanted, max(MIN_OUTSTANDING_GROUPS, -(-self._group_quota // max(1, active))))
+            share = -(-self._group_quota // max(1, self._n_active()))
+            wanted = min(wanted, max(MIN_OUTSTANDING_GROUPS, share))
         return wanted - self._ledger.outstanding(session.peer)
 
     def _room(self, session: Session) -> int:

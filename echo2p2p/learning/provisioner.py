@@ -19,6 +19,7 @@ from echo2p2p.provisioning.activation import Activator, Candidate, by_cost
 from echo2p2p.provisioning.capacity import mu_min
 from echo2p2p.provisioning.estimators import DurationEstimator, Shortfall
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.identity import PeerId
 from echo2p2p.telemetry.events import EventLog
 
 log = logging.getLogger("echo2p2p.learner")
@@ -73,6 +74,7 @@ class Provisioner:
             margin=settings.margin,
             price_cap_per_hour=settings.price_cap_per_hour or math.inf,
         )
+        self._active: dict[PeerId, Session] = {}
         self._started_at: float | None = None
         self._changed = asyncio.Event()
         self._any_active = asyncio.Event()
@@ -89,7 +91,11 @@ class Provisioner:
 
     @property
     def active(self) -> list[Session]:
-        return [session for session in self._sessions.values() if session.active]
+        return list(self._active.values())
+
+    @property
+    def n_active(self) -> int:
+        return len(self._active)
 
     @property
     def mu_min(self) -> float:
@@ -152,7 +158,18 @@ class Provisioner:
         return await self._any_active.wait()
 
     def pool_changed(self) -> None:
-        """A worker came or went: decide soon instead of at the next period."""
+        """Something about the workers is new: decide soon instead of at the next period."""
+        self._changed.set()
+
+    def came(self, session: Session) -> None:
+        """A session stands. One that its worker had before is paid no longer."""
+        self._active.pop(session.peer, None)
+        self._changed.set()
+
+    def left(self, session: Session) -> None:
+        """A session has ended."""
+        if self._active.get(session.peer) is session:
+            del self._active[session.peer]
         self._changed.set()
 
     def account(self) -> None:
@@ -202,6 +219,7 @@ class Provisioner:
             self._over_budget()
             return
         for peer in decision.activate:
+            self._active[peer] = self._sessions[peer]
             self._sessions[peer].activate()
             self._activated(self._sessions[peer])
             self._any_active.set()
@@ -209,6 +227,7 @@ class Provisioner:
             self.report(decision.reason, candidates)
 
     def _release(self, session: Session) -> None:
+        self._active.pop(session.peer, None)
         session.release()
         session.tell(Standby())
 
@@ -280,15 +299,20 @@ class Provisioner:
         )
 
     def _candidates(self) -> list[Candidate]:
-        """Everybody. A speed that is only announced counts up to a few times the median of those measured; a worker
-        that announces none is taken to be like the median, or to carry its share.
+        """Everybody. A speed that is only announced counts as far as others have kept theirs, and up to a few times
+        the median of those measured; who announces none is taken to be like the median, or to carry its share.
         """
         mean_tokens = self._mean_tokens()
         measured = [s.mu(mean_tokens) for s in self._sessions.values() if s.rate is not None]
         believable = BELIEVABLE_SPEEDUP * median(measured) if measured else math.inf
         share = self._learner.rollouts_per_step / self.t_train.seconds / max(1, len(self._sessions))
+        usual = median(measured) if measured else share
+        # Batches that wait for their longest completion, say, make every announcement too good in the same way.
+        parts = [part for s in self._sessions.values() if (part := s.kept(mean_tokens)) is not None]
+        kept = min(1.0, median(parts)) if parts else 1.0
         for session in self._sessions.values():
-            session.assumed_mu = median(measured) if measured else share
+            session.assumed_mu = usual
+            session.usually_kept = kept
         return [s.candidate(mean_tokens, believable=believable) for s in self._sessions.values()]
 
     def _may_start(self) -> bool:

@@ -64,7 +64,9 @@ class Session:
         version: the newest version it proved to have installed; −1 for none.
         proved: all versions it proved to have installed, the newest few.
         active: whether it is paid now, at ``price_per_hour``.
+        arriving: it is paid, and nothing has come of that yet, good or bad.
         assumed_mu: what it is taken to deliver while it has announced nothing and delivered nothing.
+        usually_kept: the part of an announced speed that workers deliver, as far as is known.
         not_before: no lease before this (monotonic seconds): it handed some back.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
@@ -75,6 +77,7 @@ class Session:
         self.advert = advert
         self.proved: list[int] = []
         self.active = False
+        self.arriving = False
         self.price_per_hour = advert.price_per_hour
         self.not_before = 0.0
         self.accepted = 0
@@ -84,6 +87,7 @@ class Session:
         self._overflow = asyncio.Event()
         self.rate = rate
         self.assumed_mu = 1.0
+        self.usually_kept = 1.0
         self._declined = 0
         self._busy_since: float | None = None
         self._leased_at: dict[int, float] = {}
@@ -99,11 +103,11 @@ class Session:
 
     def activate(self) -> None:
         """Paid from now on, at the price that it announces now; a later raise does not count."""
-        self.active = True
+        self.active = self.arriving = True
         self.price_per_hour = self.advert.price_per_hour
 
     def release(self) -> None:
-        self.active = False
+        self.active = self.arriving = False
 
     def advertised(self, advert: WorkerAdvert) -> None:
         """A new advert: a lower price counts at once, a higher one at the next activation."""
@@ -185,17 +189,26 @@ class Session:
     def candidate(self, mean_tokens: float, *, believable: float = math.inf) -> Candidate:
         """The worker as the activation sees it; of an announcement no more than ``believable`` counts."""
         mu = self.mu(mean_tokens)
-        return Candidate(
-            self.peer, self.price_per_hour, mu if self.rate is not None else min(mu, believable), self.active
-        )
+        if self.rate is None:
+            mu = min(mu, believable)
+        return Candidate(self.peer, self.price_per_hour, mu, self.active, self.arriving)
+
+    def kept(self, mean_tokens: float) -> float | None:
+        """The part of the speed it announces that it has delivered; None if it announced or delivered nothing."""
+        if self.rate is None or not self.advert.tokens_per_s:
+            return None
+        return self.rate.per_s * mean_tokens / self.advert.tokens_per_s
 
     def _observe(self, rollouts: int, seconds: float, mean_tokens: float) -> None:
         if self.rate is None:
             self.rate = RateEstimator(self._announced(mean_tokens))
+        self.arriving = False
         self.rate.observe(rollouts, seconds)
 
     def _announced(self, mean_tokens: float) -> float:
-        return self.advert.tokens_per_s / mean_tokens if self.advert.tokens_per_s else self.assumed_mu
+        if not self.advert.tokens_per_s:
+            return self.assumed_mu
+        return self.usually_kept * self.advert.tokens_per_s / mean_tokens
 
 
 class SessionHandler(Protocol):
