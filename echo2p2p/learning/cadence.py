@@ -7,7 +7,7 @@ Guarantees, whatever was measured and whatever workers report:
 * and never before the broadcast of the one before can have ended, unless that bound asks for it.
 
 How far the policy has moved is not measured anew: each step knows the KL divergence between the policy that sampled
-its tokens and the learner's, and how many versions lie between the two. Their quotient is how far one step moves it.
+its tokens and the learner's, and how many versions lie between the two. Over a few steps it grows as their square.
 """
 
 from __future__ import annotations
@@ -67,16 +67,21 @@ class Cadence:
         """``version`` goes out now."""
         self._published = version
 
-    def stepped(self, *, mismatch_kl: float | None, staleness_mean: float) -> None:
-        """A step was trained on tokens that were sampled so many versions ago, from a policy at such a distance."""
-        if mismatch_kl is None or staleness_mean <= 0:
+    def stepped(self, *, mismatch_kl: float | None, square_age: float) -> None:
+        """A step was trained on tokens that were sampled from policies at such a distance.
+
+        Args:
+            mismatch_kl: nats per token, mean over its tokens; None if it trained none.
+            square_age: their age in versions, squared, mean over its tokens.
+        """
+        if mismatch_kl is None or square_age <= 0:
             return  # tokens of the learner's own version tell what numerics amount to, and no drift
-        drift = max(0.0, mismatch_kl) / staleness_mean
+        drift = max(0.0, mismatch_kl) / square_age
         self._drift = drift if self._drift is None else self._drift + WEIGHT * (drift - self._drift)
 
     def divergence(self, version: int) -> float | None:
         """KL(published ‖ ``version``) in nats per token, as far as steps have told; None before any has."""
-        return None if self._drift is None else self._drift * (version - self._published)
+        return None if self._drift is None else self._drift * (version - self._published) ** 2
 
     def due(self, version: int, *, t_train_s: float, t_bcast_s: float, mu_pool: float) -> str:
         """Why ``version`` is to be published now: ``period``, ``divergence`` or ``window``; empty if it is not."""

@@ -133,6 +133,7 @@ class Learner:
             mean_tokens=lambda: self._dispatcher.mean_tokens,
             activated=self._on_activated,
             outstanding=self._ledger.outstanding,
+            keeps_up=self._dispatcher.keeps_up,
             clock=self._clock,
             events=events,
         )
@@ -312,14 +313,14 @@ class Learner:
         self._steps_here += 1
         self._provisioner.account()
         n_tokens = sum(histogram.values())
-        staleness_mean = sum(age * n for age, n in histogram.items()) / n_tokens
         if metrics.get("trained_tokens", n_tokens):
-            self._cadence.stepped(mismatch_kl=metrics.get("mismatch_kl"), staleness_mean=staleness_mean)
+            square_age = sum(age**2 * n for age, n in histogram.items()) / n_tokens
+            self._cadence.stepped(mismatch_kl=metrics.get("mismatch_kl"), square_age=square_age)
         self._events.emit(
             "step",
             **metrics,
             step=self.step,
-            staleness_mean=staleness_mean,
+            staleness_mean=sum(age * n for age, n in histogram.items()) / n_tokens,
             divergence=self._cadence.divergence(self.step),
             staleness_max=max(histogram),
             staleness_hist={str(age): n for age, n in sorted(histogram.items())},

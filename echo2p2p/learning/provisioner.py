@@ -43,6 +43,7 @@ class Provisioner:
         mean_tokens: completion tokens a rollout, as far as is known; turns announced tokens/s into μ.
         activated: called with a session that has just become active; tells the worker.
         outstanding: groups that are out with a worker.
+        keeps_up: whether a worker has weights that it can be leased work for.
 
     Attributes:
         winding_down: the budget pays for what is leased, and for no more.
@@ -58,6 +59,7 @@ class Provisioner:
         mean_tokens: Callable[[], float],
         activated: Callable[[Session], None],
         outstanding: Callable[[str], int],
+        keeps_up: Callable[[Session], bool],
         clock: Clock,
         events: EventLog,
     ) -> None:
@@ -67,6 +69,7 @@ class Provisioner:
         self._mean_tokens = mean_tokens
         self._activated = activated
         self._outstanding = outstanding
+        self._keeps_up = keeps_up
         self._clock = clock
         self._events = events
         self._activator = Activator(
@@ -198,7 +201,10 @@ class Provisioner:
     def decide(self) -> None:
         """One turn: compare the pool with the target, activate and release."""
         self.account()
+        now = self._clock.monotonic()
         for session in self.active:
+            if not self._keeps_up(session):
+                session.without_version(now, longest_s=self._learner.lease_s, mean_tokens=self._mean_tokens())
             if session.raised_its_price:
                 # It was chosen at another price; at this one it is a candidate like any other.
                 self._release(session)
@@ -209,7 +215,6 @@ class Provisioner:
             self._shortfall_is_news = True
         waiting, self._shortfall_is_news = self._shortfall_is_news, False
         candidates = self._candidates()
-        now = self._clock.monotonic()
         decision = self._activator.decide(now, candidates, self.mu_target, waiting=waiting)
         for peer in decision.release:
             self._release(self._sessions[peer])
@@ -220,7 +225,7 @@ class Provisioner:
             return
         for peer in decision.activate:
             self._active[peer] = self._sessions[peer]
-            self._sessions[peer].activate()
+            self._sessions[peer].activate(now)
             self._activated(self._sessions[peer])
             self._any_active.set()
         if decision.activate or decision.release:

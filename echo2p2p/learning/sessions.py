@@ -90,6 +90,7 @@ class Session:
         self.usually_kept = 1.0
         self._declined = 0
         self._busy_since: float | None = None
+        self._without_since = 0.0
         self._leased_at: dict[int, float] = {}
         self.turnaround = DurationEstimator(0.0)
 
@@ -101,8 +102,9 @@ class Session:
         """The worker has shown that it holds the published weights of ``version``."""
         self.proved = [*self.proved, version][-VERSIONS_PROVED:]
 
-    def activate(self) -> None:
+    def activate(self, now: float) -> None:
         """Paid from now on, at the price that it announces now; a later raise does not count."""
+        self._without_since = now
         self.active = self.arriving = True
         self.price_per_hour = self.advert.price_per_hour
 
@@ -174,6 +176,12 @@ class Session:
         busy_s = now - self._busy_since if self._busy_since is not None else 0.0
         self._observe(0, max(lost_s, busy_s), mean_tokens)
         self._busy_since = None
+
+    def without_version(self, now: float, *, longest_s: float, mean_tokens: float) -> None:
+        """It is paid, and cannot be leased work: ``longest_s`` of that count like a lease that ran out."""
+        if now - self._without_since >= longest_s:
+            self._without_since = now
+            self.failed(now, lost_s=longest_s, mean_tokens=mean_tokens)
 
     def declined(self, now: float, *, longest_pause_s: float, mean_tokens: float) -> None:
         """It handed prompts back. The next lease waits, twice as long each time in a row."""

@@ -30,7 +30,8 @@ class ModelledTrainer:
         jitter: a step takes up to this part longer or shorter.
         changed_share: the part of the bf16 weights that a step changes; None for other bytes in every version,
             which no patch can shorten.
-        drift_kl: KL divergence of one version from the one before, nats per token; it adds up.
+        drift_kl: KL divergence of one version from the one before, nats per token; it grows as the square of their
+            distance.
         seed: of the jitter.
 
     Attributes:
@@ -63,14 +64,14 @@ class ModelledTrainer:
         spread = self._rng.uniform(-self._jitter, self._jitter) if self._jitter else 0.0
         await asyncio.sleep(self._t_train_s * (1 + spread))
         tokens = sum(group.n_tokens for group in groups)
-        ages = sum((self.step - group.version) * group.n_tokens for group in groups)
+        square_ages = sum((self.step - group.version) ** 2 * group.n_tokens for group in groups)
         self.step += 1
         self.trained.extend(group.index for group in groups)
         rewards = np.concatenate([group.rewards() for group in groups])
         return {
             "reward_mean": float(rewards.mean()),
             "tokens": tokens,
-            "mismatch_kl": self._drift_kl * ages / max(1, tokens),
+            "mismatch_kl": self._drift_kl * square_ages / max(1, tokens),
             "groups": len(groups),
         }
 

@@ -194,7 +194,7 @@ KINDS: Mapping[str, Kind] = {
             "reference_kl": "estimated KL(learner ‖ reference) per token, in nats",
             "entropy": "mean entropy of the policy per token, in nats",
             "divergence": "KL divergence of the policy from the published one, nats per token, as mismatch_kl and "
-            "staleness_mean of the steps so far tell it; null before any has",
+            "the ages of the steps' tokens tell it; null before any has",
             "staleness_mean": "mean over tokens, in versions",
             "staleness_max": "oldest token, in versions",
             "staleness_hist": "{staleness: tokens}",

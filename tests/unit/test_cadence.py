@@ -59,7 +59,7 @@ def test_whatever_is_measured_a_version_is_never_later_than_the_window_allows(bo
     published = 0
     times = {name: model[name] for name in ("t_train_s", "t_bcast_s", "mu_pool")}
     for version, (kl, age) in enumerate(drifts, start=1):
-        following.stepped(mismatch_kl=kl, staleness_mean=age)
+        following.stepped(mismatch_kl=kl, square_age=age)
         why = following.due(version, **times)
         at_latest = latest(staleness=staleness, kappa=None, rollouts=2 * model["rollouts"], **times)
         assert bool(why) or version - published < at_latest
@@ -92,7 +92,7 @@ def test_a_policy_that_moves_fast_is_published_sooner_than_one_that_stands_still
         following = cadence(staleness=4, publish_divergence=0.02)
         reasons[kl] = []
         for version in range(1, 13):
-            following.stepped(mismatch_kl=kl, staleness_mean=2.0)
+            following.stepped(mismatch_kl=kl, square_age=4.0)
             why = following.due(version, **times)
             if why:
                 following.published(version)
@@ -103,15 +103,15 @@ def test_a_policy_that_moves_fast_is_published_sooner_than_one_that_stands_still
 
 def test_tokens_of_the_own_version_and_steps_that_trained_nothing_tell_no_drift():
     following = cadence(staleness=4)
-    following.stepped(mismatch_kl=0.5, staleness_mean=0.0)
-    following.stepped(mismatch_kl=None, staleness_mean=2.0)
+    following.stepped(mismatch_kl=0.5, square_age=0.0)
+    following.stepped(mismatch_kl=None, square_age=4.0)
     assert following.divergence(3) is None
 
 
 @pytest.mark.parametrize(("options", "period"), [({"kappa": 3}, 3), ({}, 4), ({"mode": "sequential"}, 1)])
 def test_period_publishes_every_kappa_steps_whatever_the_drift(options, period):
     following = Cadence(LearnerSettings(staleness=5, **options), 7)
-    following.stepped(mismatch_kl=9.0, staleness_mean=1.0)
+    following.stepped(mismatch_kl=9.0, square_age=1.0)
     whys = [following.due(7 + n, t_train_s=1, t_bcast_s=50, mu_pool=0) for n in range(1, 6)]
     assert whys.index("period") == period - 1
 
