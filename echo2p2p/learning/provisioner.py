@@ -318,7 +318,10 @@ class Provisioner:
         for session in self._sessions.values():
             session.assumed_mu = usual
             session.usually_kept = kept
-        return [s.candidate(mean_tokens, believable=believable) for s in self._sessions.values()]
+        return [
+            s.candidate(mean_tokens, keeps_up=self._keeps_up(s), believable=believable)
+            for s in self._sessions.values()
+        ]
 
     def _may_start(self) -> bool:
         """The first choice waits for ``min_workers``, so that it is one between offers, not a race."""

@@ -194,12 +194,12 @@ class Session:
         """Rollouts a second: as measured, or as announced until something has been."""
         return self.rate.per_s if self.rate is not None else self._announced(mean_tokens)
 
-    def candidate(self, mean_tokens: float, *, believable: float = math.inf) -> Candidate:
+    def candidate(self, mean_tokens: float, *, keeps_up: bool, believable: float = math.inf) -> Candidate:
         """The worker as the activation sees it; of an announcement no more than ``believable`` counts."""
         mu = self.mu(mean_tokens)
         if self.rate is None:
             mu = min(mu, believable)
-        return Candidate(self.peer, self.price_per_hour, mu, self.active, self.arriving)
+        return Candidate(self.peer, self.price_per_hour, mu, self.active, self.arriving and not keeps_up)
 
     def kept(self, mean_tokens: float) -> float | None:
         """The part of the speed it announces that it has delivered; None if it announced or delivered nothing."""

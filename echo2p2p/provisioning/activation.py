@@ -25,7 +25,7 @@ class Candidate:
     Attributes:
         mu: rollouts a second it delivers, accepted ones only.
         active: whether it is paid now.
-        arriving: it is paid, and nothing has come of it yet: it fetches the weights, or rolls out its first lease.
+        arriving: it is paid, and has yet to fetch the weights.
     """
 
     peer: str
@@ -110,7 +110,7 @@ class Activator:
 
     Workers that are still arriving count when more are added, for they have been bought; they do not count when
     others are let go, for the learner lives on what those deliver until then. So in a change for cheaper the new ones
-    come first and the old ones go once the new ones deliver, unless the price cap has no room for both.
+    come first and the old ones go once the new ones have the weights, unless the price cap has no room for both.
 
     Args:
         persistence_s: how long a drift must last before anybody is added or released.
@@ -202,11 +202,11 @@ class Activator:
         return Decision(activate=tuple(c.peer for c in added), reason=why)
 
     def _end_change(self, active: list[Candidate], target: float) -> Decision:
-        """Once all that came for a change deliver, or have gone, let the dearest go."""
+        """Once all that came for a change have the weights, or have gone, let the dearest go."""
         if any(c.arriving for c in active if c.peer in self._changing):
             return Decision()
         self._changing = frozenset()
-        return self._release_dearest(active, target, why="the cheaper ones deliver")
+        return self._release_dearest(active, target, why="the cheaper ones are ready")
 
     def _release_dearest(
         self, active: list[Candidate], target: float, *, why: str = "pool above target"

@@ -129,3 +129,15 @@ def test_who_is_active_is_counted_through_leaving_and_coming_back():
     world.provisioner.left(old)  # the end of the old session is not that of the new one
     assert world.provisioner.n_active == now
     assert world.provisioner.n_active == sum(session.active for session in world.sessions.values())
+
+
+def test_a_worker_that_is_ready_and_gets_no_lease_is_no_longer_arriving():
+    world = World([Told(str(n)) for n in range(2)])
+    for version in (0, 3, 6):
+        world.dispatcher.published = version
+    world.provisioner.decide()
+    for session in world.sessions.values():
+        if session.active:
+            assert session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
+            session.prove(6)
+            assert not session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
