@@ -108,7 +108,14 @@ async def _take_in(bodies: list[bytes], scorer: TaskScorer, folder: Path) -> tup
     events = EventLog(None, role="learner", peer="learner", clock=clock)
     journal = Journal(folder)
     dispatcher = Dispatcher(
-        _OPTIONS, ledger=ledger, scorer=scorer, clock=clock, events=events, t_train_s=1.0, journal=journal
+        _OPTIONS,
+        ledger=ledger,
+        scorer=scorer,
+        clock=clock,
+        events=events,
+        t_train_s=1.0,
+        n_active=lambda: 1,
+        journal=journal,
     )
     stream = _Frames(bodies)
     session = Session(stream, _advert())  # type: ignore[arg-type]

@@ -150,6 +150,15 @@ class LearnerSettings(Section):
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None, description="publish every κ steps; empty: max(1, S − 1)"
     )
+    publish: Literal["period", "adaptive"] = Field(
+        "period",
+        description="period: every κ steps; adaptive: as soon as the policy has moved by publish_divergence, and as "
+        "late as S allows, but after κ steps at the latest where kappa is set",
+    )
+    publish_divergence: Positive = Field(
+        0.01,
+        description="KL divergence from the published policy, nats per token, at which adaptive publishes",
+    )
     steps: Annotated[int, Field(ge=1)] = Field(
         200, description="training steps; each makes one policy version"
     )

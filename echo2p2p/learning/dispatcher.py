@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
 from echo2p2p.config import LearnerSettings
 from echo2p2p.data.scoring import Scorer
@@ -45,6 +46,7 @@ class Dispatcher:
     """Leases, admission and batches of one run.
 
     Args:
+        n_active: how many workers are paid now.
         journal: where accepted groups and batches are written first; what it holds of an earlier life of the
             learner is taken up: batches that were drawn are drawn again, in the same order. None: nowhere, and
             what was accepted and not yet in a checkpoint is lost in a crash and leased again.
@@ -53,7 +55,6 @@ class Dispatcher:
 
     Attributes:
         version: v_t, the learner's version; set by the learner after each step.
-        published: the newest version that workers can hold.
         t_train_s: what the learner measured; how far ahead work is leased follows from it.
         dropped: groups that were paid for or offered and not trained, by reason.
         dropped_tokens: completion tokens of those of them that came.
@@ -69,6 +70,7 @@ class Dispatcher:
         clock: Clock,
         events: EventLog,
         t_train_s: float,
+        n_active: Callable[[], int],
         journal: Journal | None = None,
         just_in_time: bool = True,
     ) -> None:
@@ -88,12 +90,13 @@ class Dispatcher:
         self._arrived = asyncio.Event()
         self._sessions: dict[str, Session] = {}
         self._training = False
+        self._n_active = n_active
         self._journal = journal
         self._recorded: dict[int, list[Entry]] = {}
         self._drawn: list[Entry] = []
         self._decliners: dict[int, set[str]] = {}
         self.version = 0
-        self.published = -1
+        self._published = self._published_before = -1
         self.t_train_s = t_train_s
         self.mean_tokens = float(settings.max_new_tokens)
         self._lengths = 0
@@ -165,7 +168,8 @@ class Dispatcher:
             self._top_up(session)
 
     def _top_up(self, session: Session) -> None:
-        if session.active and self.published >= 0 and self._clock.monotonic() >= session.not_before:
+        may = session.active and self.published >= 0 and self._clock.monotonic() >= session.not_before
+        if may and self.keeps_up(session):
             n = min(self._shortfall(session), self._room(session))
             if n > 0:
                 self._lease(session, n, self._clock.monotonic())
@@ -177,8 +181,8 @@ class Dispatcher:
         wanted = max(MIN_OUTSTANDING_GROUPS, round(rate * ahead_s))
         if session.rate is None:
             # Nothing but an announcement: a fair share of one step, until something has come of it.
-            active = sum(1 for other in self._sessions.values() if other.active)
-            wanted = min(wanted, max(MIN_OUTSTANDING_GROUPS, -(-self._group_quota // max(1, active))))
+            share = -(-self._group_quota // max(1, self._n_active()))
+            wanted = min(wanted, max(MIN_OUTSTANDING_GROUPS, share))
         return wanted - self._ledger.outstanding(session.peer)
 
     def _room(self, session: Session) -> int:
@@ -194,6 +198,23 @@ class Dispatcher:
         steps_in_window = generating + self._settings.staleness - next_version + 1
         steps_in_time = 1 + session.turnaround.seconds / self.t_train_s
         return int(min(steps_in_window, steps_in_time) * self._group_quota) - backlog
+
+    def keeps_up(self, session: Session) -> bool:
+        """Whether it may be leased work, even work that has to wait for the newest version.
+
+        One that was left behind, or has just come, has the weights to fetch, which may take minutes. What it were
+        leased meanwhile would have its place in the line, and leave it too old.
+        """
+        return session.version >= min(self._min_version(), self._published_before)
+
+    @property
+    def published(self) -> int:
+        """The newest version that workers can hold; −1 for none."""
+        return self._published
+
+    @published.setter
+    def published(self, version: int) -> None:
+        self._published_before, self._published = self._published, version
 
     def _min_version(self) -> int:
         """The oldest version that a lease given now may be rolled out with."""

@@ -19,6 +19,7 @@ from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
 from echo2p2p.errors import BudgetSpent, OutOfDisk, SwarmError
+from echo2p2p.learning.cadence import Cadence
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
@@ -30,14 +31,12 @@ from echo2p2p.learning.sessions import Session, WorkSessions
 from echo2p2p.learning.state import Capture, LearnerState, Trainer
 from echo2p2p.learning.status import (
     MAX_WORKERS_LISTED,
+    Departed,
     RunStatus,
-    WorkerStatus,
     serve_status,
     worker_status,
 )
-from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.directory import Directory
-from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import (
     MAX_ADDRESSES,
@@ -53,9 +52,6 @@ from echo2p2p.weights.snapshot import Snapshot
 
 log = logging.getLogger("echo2p2p.learner")
 T = TypeVar("T")
-
-MAX_GONE_KEPT = 256
-"""Workers that have left and are still shown to people who look."""
 
 
 Evaluate = Callable[[Snapshot, int], Awaitable[tuple[float, int]]]
@@ -112,6 +108,7 @@ class Learner:
             clock=self._clock,
             events=events,
             t_train_s=settings.provisioning.t_train_prior_s,
+            n_active=lambda: self._provisioner.n_active,
             journal=journal,
             just_in_time=just_in_time,
         )
@@ -119,7 +116,8 @@ class Learner:
         self._dispatcher.dropped = Counter(self._state.dropped)
         self._task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
         self._state.check(run, self._task)
-        self._rates: dict[PeerId, RateEstimator] = {}
+        self._departed = Departed()
+        self._cadence = Cadence(options, self._state.step)
         self._sessions = WorkSessions(
             network,
             run,
@@ -135,6 +133,7 @@ class Learner:
             mean_tokens=lambda: self._dispatcher.mean_tokens,
             activated=self._on_activated,
             outstanding=self._ledger.outstanding,
+            keeps_up=self._dispatcher.keeps_up,
             clock=self._clock,
             events=events,
         )
@@ -173,7 +172,6 @@ class Learner:
         self._scored_at = -1
         self._steps_here = 0
         self._staleness_max = self._state.staleness_max
-        self._gone: dict[PeerId, tuple[WorkerStatus, float]] = {}
 
     @property
     def step(self) -> int:
@@ -203,6 +201,7 @@ class Learner:
             task=self._settings.task.name,
             mode=options.mode,
             staleness=options.staleness,
+            publish=options.publish,
             kappa=options.publication_period,
             prompts_per_step=options.prompts_per_step,
             samples_per_prompt=options.samples_per_prompt,
@@ -263,11 +262,10 @@ class Learner:
             return True
         if await self._unless_stopped(self._provisioner.wait_active()) is None:
             return False
-        await self._publication.publish(await self._capture())
+        await self._publication.publish(await self._capture(), why="start")
         if self._reward_before is None and self.step == 0:
             self._reward_before = await self._score()
         publication: asyncio.Task[None] | None = None
-        due = self.step + options.publication_period
         async with asyncio.TaskGroup() as tasks:
             while self.step < options.steps and not self._reached_goal():
                 waited_from = self._clock.monotonic()
@@ -279,19 +277,21 @@ class Learner:
                     await self._one_step(batch, self._clock.monotonic() - waited_from)
                 elif self._stop.is_set() or self._provisioner.spent.is_set():
                     return False
-                if publication is not None and (self.step >= due or self._recovery.needed.is_set()):
+                why = self._why_publish()
+                if publication is not None and (why or self._recovery.needed.is_set()):
                     # The next step trains while a version travels; two versions never travel at once.
                     await publication
                 if self._recovery.needed.is_set():
                     await self._recovery.roll_forward()
-                    due = self.step + options.publication_period
-                if self.step >= due:
-                    due = self.step + options.publication_period
-                    publication = tasks.create_task(self._recovery.publish(await self._capture()))
+                    self._cadence.published(self.step)
+                elif why:
+                    self._cadence.published(self.step)
+                    capture = await self._capture()
+                    publication = tasks.create_task(self._recovery.publish(capture, why=why))
                 if options.eval_every and self.step % options.eval_every == 0:
                     await self._score()
         if self._dispatcher.published < self.step and not self._recovery.needed.is_set():
-            await self._recovery.publish(await self._capture())
+            await self._recovery.publish(await self._capture(), why="end")
         if self._recovery.needed.is_set():
             await self._recovery.roll_forward()
         await self._score()
@@ -313,11 +313,15 @@ class Learner:
         self._steps_here += 1
         self._provisioner.account()
         n_tokens = sum(histogram.values())
+        if metrics.get("trained_tokens", n_tokens):
+            square_age = sum(age**2 * n for age, n in histogram.items()) / n_tokens
+            self._cadence.stepped(mismatch_kl=metrics.get("mismatch_kl"), square_age=square_age)
         self._events.emit(
             "step",
             **metrics,
             step=self.step,
             staleness_mean=sum(age * n for age, n in histogram.items()) / n_tokens,
+            divergence=self._cadence.divergence(self.step),
             staleness_max=max(histogram),
             staleness_hist={str(age): n for age, n in sorted(histogram.items())},
             t_train_s=t_train_s,
@@ -325,7 +329,7 @@ class Learner:
             bubble_ratio=self._bubble_ratio,
             mu_pool=self._provisioner.mu_pool,
             mu_target=self._provisioner.mu_target,
-            active=len(self._provisioner.active),
+            active=self._provisioner.n_active,
             buffered=self._dispatcher.buffered,
             leased=self._dispatcher.leased,
             dropped=dict(self._dispatcher.dropped),
@@ -345,6 +349,14 @@ class Learner:
         self._reward_after = reward
         self._events.emit("eval", step=self.step, reward=reward, n=n)
         return reward
+
+    def _why_publish(self) -> str:
+        return self._cadence.due(
+            self.step,
+            t_train_s=self._provisioner.t_train.seconds,
+            t_bcast_s=self._provisioner.t_bcast.seconds,
+            mu_pool=self._provisioner.mu_pool,
+        )
 
     def _reached_goal(self) -> bool:
         goal = self._settings.learner.stop_at_reward
@@ -412,7 +424,7 @@ class Learner:
             max_steps=options.steps,
             published_version=self._dispatcher.published,
             state=self._life,
-            active_workers=len(self._provisioner.active),
+            active_workers=self._provisioner.n_active,
             mu_pool=min(self._provisioner.mu_pool, 1e9),
             mu_target=min(self._provisioner.mu_target, 1e9),
             spend_per_hour=min(self._provisioner.spend_per_hour, 1e9),
@@ -424,17 +436,12 @@ class Learner:
         """How the run goes, for people who look."""
         mean_tokens = self._dispatcher.mean_tokens
         here = [worker_status(s, mean_tokens) for s in self._sessions.open.values()]
-        now = self._clock.monotonic()
-        gone = [
-            msgspec.structs.replace(status, gone_s=now - since)
-            for peer, (status, since) in self._gone.items()
-            if peer not in self._sessions.open
-        ]
+        gone = self._departed.statuses(self._clock.monotonic(), self._sessions.open)
         return RunStatus(
             run=self._run,
             step=self.step,
             published_version=self._dispatcher.published,
-            active_workers=len(self._provisioner.active),
+            active_workers=self._provisioner.n_active,
             mu_pool=self._provisioner.mu_pool,
             mu_target=self._provisioner.mu_target,
             spend_per_hour=self._provisioner.spend_per_hour,
@@ -444,13 +451,15 @@ class Learner:
             spend_usd=self._provisioner.spending.usd,
             dropped=dict(self._dispatcher.dropped),
             workers=(here + gone)[:MAX_WORKERS_LISTED],
+            divergence=self._cadence.divergence(self.step),
+            published_for=dict(self._publication.reasons),
         )
 
     # --- sessions -----------------------------------------------------------------------------------
 
     def welcome(self, session: Session, join: Join) -> Welcome:
         self._provisioner.account()
-        session.rate = session.rate or self._rates.pop(session.peer, None)
+        session.rate = session.rate or self._departed.rate(session.peer)
         if self._publication.knows(join.version, join.fingerprint):
             session.prove(join.version)
         self._dispatcher.add(session)
@@ -463,7 +472,7 @@ class Learner:
             tokens_per_s=advert.tokens_per_s,
             upload_mbit=advert.upload_mbit,
         )
-        self._provisioner.pool_changed()
+        self._provisioner.came(session)
         return Welcome(self._task, session.version, self._settings.learner.beat_period_s)
 
     def advertised(self, session: Session, advert: WorkerAdvert) -> None:
@@ -479,19 +488,11 @@ class Learner:
     def left(self, session: Session, reason: str) -> None:
         self._provisioner.account()
         self._dispatcher.remove(session)
+        self._provisioner.left(session)
         if self._sessions.open.get(session.peer) is not session:
             return  # the same worker has dialled again
-        self._gone[session.peer] = (
-            worker_status(session, self._dispatcher.mean_tokens),
-            self._clock.monotonic(),
-        )
-        if session.rate is not None:
-            self._rates[session.peer] = session.rate  # what was measured outlives the connection
-        for kept in (self._gone, self._rates):
-            while len(kept) > MAX_GONE_KEPT:
-                del kept[next(iter(kept))]
+        self._departed.left(session, self._clock.monotonic(), self._dispatcher.mean_tokens)
         self._events.emit("worker_left", worker=session.peer, reason=reason)
-        self._provisioner.pool_changed()
 
     def _on_activated(self, session: Session) -> None:
         session.tell(Activate())

@@ -19,6 +19,7 @@ from echo2p2p.provisioning.activation import Activator, Candidate, by_cost
 from echo2p2p.provisioning.capacity import mu_min
 from echo2p2p.provisioning.estimators import DurationEstimator, Shortfall
 from echo2p2p.swarm.clock import Clock
+from echo2p2p.swarm.identity import PeerId
 from echo2p2p.telemetry.events import EventLog
 
 log = logging.getLogger("echo2p2p.learner")
@@ -42,6 +43,7 @@ class Provisioner:
         mean_tokens: completion tokens a rollout, as far as is known; turns announced tokens/s into μ.
         activated: called with a session that has just become active; tells the worker.
         outstanding: groups that are out with a worker.
+        keeps_up: whether a worker has weights that it can be leased work for.
 
     Attributes:
         winding_down: the budget pays for what is leased, and for no more.
@@ -57,6 +59,7 @@ class Provisioner:
         mean_tokens: Callable[[], float],
         activated: Callable[[Session], None],
         outstanding: Callable[[str], int],
+        keeps_up: Callable[[Session], bool],
         clock: Clock,
         events: EventLog,
     ) -> None:
@@ -66,6 +69,7 @@ class Provisioner:
         self._mean_tokens = mean_tokens
         self._activated = activated
         self._outstanding = outstanding
+        self._keeps_up = keeps_up
         self._clock = clock
         self._events = events
         self._activator = Activator(
@@ -73,6 +77,7 @@ class Provisioner:
             margin=settings.margin,
             price_cap_per_hour=settings.price_cap_per_hour or math.inf,
         )
+        self._active: dict[PeerId, Session] = {}
         self._started_at: float | None = None
         self._changed = asyncio.Event()
         self._any_active = asyncio.Event()
@@ -89,7 +94,11 @@ class Provisioner:
 
     @property
     def active(self) -> list[Session]:
-        return [session for session in self._sessions.values() if session.active]
+        return list(self._active.values())
+
+    @property
+    def n_active(self) -> int:
+        return len(self._active)
 
     @property
     def mu_min(self) -> float:
@@ -156,7 +165,18 @@ class Provisioner:
         return await self._any_active.wait()
 
     def pool_changed(self) -> None:
-        """A worker came or went: decide soon instead of at the next period."""
+        """Something about the workers is new: decide soon instead of at the next period."""
+        self._changed.set()
+
+    def came(self, session: Session) -> None:
+        """A session stands. One that its worker had before is paid no longer."""
+        self._active.pop(session.peer, None)
+        self._changed.set()
+
+    def left(self, session: Session) -> None:
+        """A session has ended."""
+        if self._active.get(session.peer) is session:
+            del self._active[session.peer]
         self._changed.set()
 
     def account(self) -> None:
@@ -185,7 +205,10 @@ class Provisioner:
     def decide(self) -> None:
         """One turn: compare the pool with the target, activate and release."""
         self.account()
+        now = self._clock.monotonic()
         for session in self.active:
+            if not self._keeps_up(session):
+                session.without_version(now, longest_s=self._learner.lease_s, mean_tokens=self._mean_tokens())
             if session.raised_its_price:
                 # It was chosen at another price; at this one it is a candidate like any other.
                 self._release(session)
@@ -196,7 +219,6 @@ class Provisioner:
             self._shortfall_is_news = True
         waiting, self._shortfall_is_news = self._shortfall_is_news, False
         candidates = self._candidates()
-        now = self._clock.monotonic()
         decision = self._activator.decide(now, candidates, self.mu_target, waiting=waiting)
         for peer in decision.release:
             self._release(self._sessions[peer])
@@ -206,13 +228,15 @@ class Provisioner:
             self._over_budget()
             return
         for peer in decision.activate:
-            self._sessions[peer].activate()
+            self._active[peer] = self._sessions[peer]
+            self._sessions[peer].activate(now)
             self._activated(self._sessions[peer])
             self._any_active.set()
         if decision.activate or decision.release:
             self.report(decision.reason, candidates)
 
     def _release(self, session: Session) -> None:
+        self._active.pop(session.peer, None)
         session.release()
         session.tell(Standby())
 
@@ -284,16 +308,24 @@ class Provisioner:
         )
 
     def _candidates(self) -> list[Candidate]:
-        """Everybody. A speed that is only announced counts up to a few times the median of those measured; a worker
-        that announces none is taken to be like the median, or to carry its share.
+        """Everybody. A speed that is only announced counts as far as others have kept theirs, and up to a few times
+        the median of those measured; who announces none is taken to be like the median, or to carry its share.
         """
         mean_tokens = self._mean_tokens()
         measured = [s.mu(mean_tokens) for s in self._sessions.values() if s.rate is not None]
         believable = BELIEVABLE_SPEEDUP * median(measured) if measured else math.inf
         share = self._learner.rollouts_per_step / self.t_train.seconds / max(1, len(self._sessions))
+        usual = median(measured) if measured else share
+        # Batches that wait for their longest completion, say, make every announcement too good in the same way.
+        parts = [part for s in self._sessions.values() if (part := s.kept(mean_tokens)) is not None]
+        kept = min(1.0, median(parts)) if parts else 1.0
         for session in self._sessions.values():
-            session.assumed_mu = median(measured) if measured else share
-        return [s.candidate(mean_tokens, believable=believable) for s in self._sessions.values()]
+            session.assumed_mu = usual
+            session.usually_kept = kept
+        return [
+            s.candidate(mean_tokens, keeps_up=self._keeps_up(s), believable=believable)
+            for s in self._sessions.values()
+        ]
 
     def _may_start(self) -> bool:
         """The first choice waits for ``min_workers``, so that it is one between offers, not a race."""

@@ -77,6 +77,7 @@ class Publication:
 
     Attributes:
         saved: the version of the last checkpoint; −1 if this life of the learner has written none.
+        reasons: versions by why they were published, in this life of the learner.
         chunk_bytes: what workers reported to have fetched, by source: learner or peers.
     """
 
@@ -115,6 +116,7 @@ class Publication:
         self._broadcasts: dict[int, Broadcast] = {}
         self._fingerprints: dict[int, str] = {}
         self.chunk_bytes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
 
     async def check(self, snapshot: Snapshot) -> Passed:
         """Whether these weights may be published after those that were published last.
@@ -125,8 +127,8 @@ class Publication:
         good = self._good
         return await self._clock.offload(lambda: check(snapshot, good, self._gate))
 
-    async def publish(self, capture: Capture) -> None:
-        """Make a version known.
+    async def publish(self, capture: Capture, *, why: str) -> None:
+        """Make a version known. ``why`` it is published now goes into the log.
 
         Raises:
             UnsoundWeights: it is not fit for that; nothing of it was written.
@@ -159,9 +161,11 @@ class Publication:
         for followed in (self._broadcasts, self._fingerprints):
             while len(followed) > VERSIONS_FOLLOWED:
                 del followed[next(iter(followed))]
+        self.reasons[why] += 1
         self._events.emit(
             "published",
             version=version,
+            why=why,
             snapshot_bytes=published.manifest.nbytes,
             chunks=published.manifest.n_chunks,
             patch_bytes=patches[0].nbytes if patches else 0,

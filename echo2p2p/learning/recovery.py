@@ -62,17 +62,18 @@ class Recovery:
         self._reason: UnsoundWeights | None = None
         self.needed = asyncio.Event()
 
-    async def publish(self, capture: Capture, *, trained: bool = True) -> None:
+    async def publish(self, capture: Capture, *, why: str, trained: bool = True) -> None:
         """Publish a version, or note that it must not be.
 
         Args:
+            why: for the log: period, divergence, window, end or recovery.
             trained: False for good weights that were published before; they do not end a row of bad ones.
 
         Raises:
             OutOfDisk: there is no room, and no waiting for it; never once the learner is to stop.
         """
         try:
-            await self._publication.publish(capture)
+            await self._publication.publish(capture, why=why)
         except UnsoundWeights as error:
             self._refuse(capture.version, error)
         except OutOfDisk as error:
@@ -141,7 +142,7 @@ class Recovery:
             self._dispatcher.version,
             returned,
         )
-        await self.publish(await self._capture(), trained=False)
+        await self.publish(await self._capture(), why="recovery", trained=False)
 
     def _refuse(self, version: int, error: UnsoundWeights) -> None:
         self._reason = error

@@ -64,7 +64,9 @@ class Session:
         version: the newest version it proved to have installed; −1 for none.
         proved: all versions it proved to have installed, the newest few.
         active: whether it is paid now, at ``price_per_hour``.
+        arriving: it is paid, and nothing has come of that yet, good or bad.
         assumed_mu: what it is taken to deliver while it has announced nothing and delivered nothing.
+        usually_kept: the part of an announced speed that workers deliver, as far as is known.
         not_before: no lease before this (monotonic seconds): it handed some back.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
@@ -75,6 +77,7 @@ class Session:
         self.advert = advert
         self.proved: list[int] = []
         self.active = False
+        self.arriving = False
         self.price_per_hour = advert.price_per_hour
         self.not_before = 0.0
         self.accepted = 0
@@ -84,8 +87,10 @@ class Session:
         self._overflow = asyncio.Event()
         self.rate = rate
         self.assumed_mu = 1.0
+        self.usually_kept = 1.0
         self._declined = 0
         self._busy_since: float | None = None
+        self._without_since = 0.0
         self._leased_at: dict[int, float] = {}
         self.turnaround = DurationEstimator(0.0)
 
@@ -97,13 +102,14 @@ class Session:
         """The worker has shown that it holds the published weights of ``version``."""
         self.proved = [*self.proved, version][-VERSIONS_PROVED:]
 
-    def activate(self) -> None:
+    def activate(self, now: float) -> None:
         """Paid from now on, at the price that it announces now; a later raise does not count."""
-        self.active = True
+        self._without_since = now
+        self.active = self.arriving = True
         self.price_per_hour = self.advert.price_per_hour
 
     def release(self) -> None:
-        self.active = False
+        self.active = self.arriving = False
 
     def advertised(self, advert: WorkerAdvert) -> None:
         """A new advert: a lower price counts at once, a higher one at the next activation."""
@@ -171,6 +177,12 @@ class Session:
         self._observe(0, max(lost_s, busy_s), mean_tokens)
         self._busy_since = None
 
+    def without_version(self, now: float, *, longest_s: float, mean_tokens: float) -> None:
+        """It is paid, and cannot be leased work: ``longest_s`` of that count like a lease that ran out."""
+        if now - self._without_since >= longest_s:
+            self._without_since = now
+            self.failed(now, lost_s=longest_s, mean_tokens=mean_tokens)
+
     def declined(self, now: float, *, longest_pause_s: float, mean_tokens: float) -> None:
         """It handed prompts back. The next lease waits, twice as long each time in a row."""
         self._declined += 1
@@ -189,20 +201,29 @@ class Session:
             return "measured"
         return "announced" if self.advert.tokens_per_s else "assumed"
 
-    def candidate(self, mean_tokens: float, *, believable: float = math.inf) -> Candidate:
+    def candidate(self, mean_tokens: float, *, keeps_up: bool, believable: float = math.inf) -> Candidate:
         """The worker as the activation sees it; of an announcement no more than ``believable`` counts."""
         mu = self.mu(mean_tokens)
-        return Candidate(
-            self.peer, self.price_per_hour, mu if self.rate is not None else min(mu, believable), self.active
-        )
+        if self.rate is None:
+            mu = min(mu, believable)
+        return Candidate(self.peer, self.price_per_hour, mu, self.active, self.arriving and not keeps_up)
+
+    def kept(self, mean_tokens: float) -> float | None:
+        """The part of the speed it announces that it has delivered; None if it announced or delivered nothing."""
+        if self.rate is None or not self.advert.tokens_per_s:
+            return None
+        return self.rate.per_s * mean_tokens / self.advert.tokens_per_s
 
     def _observe(self, rollouts: int, seconds: float, mean_tokens: float) -> None:
         if self.rate is None:
             self.rate = RateEstimator(self._announced(mean_tokens))
+        self.arriving = False
         self.rate.observe(rollouts, seconds)
 
     def _announced(self, mean_tokens: float) -> float:
-        return self.advert.tokens_per_s / mean_tokens if self.advert.tokens_per_s else self.assumed_mu
+        if not self.advert.tokens_per_s:
+            return self.assumed_mu
+        return self.usually_kept * self.advert.tokens_per_s / mean_tokens
 
 
 class SessionHandler(Protocol):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import msgspec
 
 from echo2p2p.errors import SwarmError
 from echo2p2p.learning.sessions import Session
+from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
@@ -16,6 +17,8 @@ from echo2p2p.swarm.records import Keys
 STATUS_PROTOCOL = "status"
 MAX_STATUS_BYTES = 4 * 2**20
 MAX_WORKERS_LISTED = 10_000
+MAX_GONE_KEPT = 256
+"""Workers that have left and are still shown to people who look."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -38,7 +41,11 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """A run as its learner sees it; ``dropped`` counts groups by reason."""
+    """A run as its learner sees it.
+
+    ``dropped`` counts groups by reason, ``published_for`` versions by why they were published. ``divergence``: how
+    far the learner's policy is from the published one, nats per token; None if that is not known yet.
+    """
 
     run: str
     step: int
@@ -53,6 +60,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     spend_usd: float
     dropped: dict[str, int]
     workers: list[WorkerStatus]
+    divergence: float | None = None
+    published_for: dict[str, int] = {}
 
 
 def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:
@@ -66,6 +75,35 @@ def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:
         session.refused,
         mu_source=session.mu_source,
     )
+
+
+class Departed:
+    """Workers that have left, the latest few: what they were, and what was measured of them."""
+
+    def __init__(self) -> None:
+        self._gone: dict[PeerId, tuple[WorkerStatus, float]] = {}
+        self._rates: dict[PeerId, RateEstimator] = {}
+
+    def left(self, session: Session, now: float, mean_tokens: float) -> None:
+        """Its session has ended."""
+        self._gone[session.peer] = (worker_status(session, mean_tokens), now)
+        if session.rate is not None:
+            self._rates[session.peer] = session.rate  # what was measured outlives the connection
+        for kept in (self._gone, self._rates):
+            while len(kept) > MAX_GONE_KEPT:
+                del kept[next(iter(kept))]
+
+    def rate(self, peer: PeerId) -> RateEstimator | None:
+        """What was measured of a worker that is back."""
+        return self._rates.pop(peer, None)
+
+    def statuses(self, now: float, here: Container[PeerId]) -> list[WorkerStatus]:
+        """Those that are not ``here``."""
+        return [
+            msgspec.structs.replace(status, gone_s=now - since)
+            for peer, (status, since) in self._gone.items()
+            if peer not in here
+        ]
 
 
 async def serve_status(network: Network, status: Callable[[], RunStatus]) -> None:

@@ -25,12 +25,14 @@ class Candidate:
     Attributes:
         mu: rollouts a second it delivers, accepted ones only.
         active: whether it is paid now.
+        arriving: it is paid, and has yet to fetch the weights.
     """
 
     peer: str
     price_per_hour: float
     mu: float
     active: bool = False
+    arriving: bool = False
 
     @property
     def rho(self) -> float:
@@ -106,6 +108,10 @@ class Activator:
     that wobble by less than the margin move nobody. In between, a set that has been cheaper by a tenth for
     ``persistence_s`` replaces the active one: a cheaper worker that comes late gets its turn.
 
+    Workers that are still arriving count when more are added, for they have been bought; they do not count when
+    others are let go, for the learner lives on what those deliver until then. So in a change for cheaper the new ones
+    come first and the old ones go once the new ones have the weights, unless the price cap has no room for both.
+
     Args:
         persistence_s: how long a drift must last before anybody is added or released.
         margin: the excess over the target, as a fraction of it, that is tolerated.
@@ -119,6 +125,7 @@ class Activator:
         self._below_since: float | None = None
         self._above_since: float | None = None
         self._dear_since: float | None = None
+        self._changing: frozenset[str] = frozenset()
         self._active_before: frozenset[str] = frozenset()
 
     def decide(
@@ -154,11 +161,13 @@ class Activator:
                         reason=f"{why}: {mu_pool:.3g} of {target:.3g} rollouts/s",
                     )
                     self._below_since = None
+        elif self._changing:
+            decision = self._end_change(active, target)
         elif mu_pool > target * (1 + self._margin):
             self._below_since = None
             self._above_since = now if self._above_since is None else self._above_since
             if now - self._above_since >= self._persistence_s:
-                decision = self._release_dearest(active, mu_pool, target)
+                decision = self._release_dearest(active, target)
                 self._above_since = None
         else:
             self._below_since = self._above_since = None
@@ -184,25 +193,37 @@ class Activator:
         if now - self._dear_since < self._persistence_s:
             return Decision()
         self._dear_since = None
-        return Decision(
-            activate=tuple(c.peer for c in ideal if c.peer not in there),
-            release=tuple(c.peer for c in active if c.peer not in wanted),
-            reason=f"a cheaper set: ${price - saving:.3g}/h instead of ${price:.3g}/h",
-        )
+        added = [c for c in ideal if c.peer not in there]
+        why = f"a cheaper set: ${price - saving:.3g}/h instead of ${price:.3g}/h"
+        if price + sum(c.price_per_hour for c in added) > self._cap:
+            released = tuple(c.peer for c in active if c.peer not in wanted)
+            return Decision(tuple(c.peer for c in added), released, why)
+        self._changing = frozenset(c.peer for c in added)
+        return Decision(activate=tuple(c.peer for c in added), reason=why)
 
-    def _release_dearest(self, active: list[Candidate], mu_pool: float, target: float) -> Decision:
+    def _end_change(self, active: list[Candidate], target: float) -> Decision:
+        """Once all that came for a change have the weights, or have gone, let the dearest go."""
+        if any(c.arriving for c in active if c.peer in self._changing):
+            return Decision()
+        self._changing = frozenset()
+        return self._release_dearest(active, target, why="the cheaper ones are ready")
+
+    def _release_dearest(
+        self, active: list[Candidate], target: float, *, why: str = "pool above target"
+    ) -> Decision:
         """Let go, dearest rollouts first, of all that the target can do without."""
         released: list[str] = []
-        mu_left = mu_pool
+        mu_pool = mu_left = sum(c.mu for c in active if not c.arriving)
         for candidate in reversed(by_cost(active)):
-            if mu_left - candidate.mu >= target and len(released) + 1 < len(active):
+            spare = mu_left - candidate.mu >= target and not candidate.arriving
+            if spare and len(released) + 1 < len(active):
                 released.append(candidate.peer)
                 mu_left -= candidate.mu
         if not released:
             return Decision()
         return Decision(
             release=tuple(released),
-            reason=f"pool above target: {mu_pool:.3g} of {target:.3g} rollouts/s",
+            reason=f"{why}: {mu_pool:.3g} of {target:.3g} rollouts/s",
         )
 
     def _fit_under_cap(self, active: list[Candidate]) -> Decision:

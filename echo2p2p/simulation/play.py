@@ -111,6 +111,7 @@ class _Stage:
             lengths=scenario.lengths,
             jitter=scenario.learner.jitter,
             changed_share=scenario.policy.changed_share,
+            drift_kl=scenario.learner.drift_kl,
             manners=manners(scenario),
         )
 

@@ -30,6 +30,10 @@ class Learner(Section):
     jitter: Annotated[float, Field(ge=0, lt=1)] = Field(
         0, description="a step takes up to this part longer or shorter"
     )
+    drift_kl: NonNegative = Field(
+        0,
+        description="KL divergence by which one step moves the policy, nats per token; n steps: n² times as much",
+    )
     price_per_hour: NonNegative = Field(0, description="$/h of the machine; part of the cost of a step")
     upload_mbit: Positive = Field(300, description="B_0: uplink, Mbit/s")
     settings: dict[str, Any] = Field(

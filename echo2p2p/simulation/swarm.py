@@ -95,7 +95,7 @@ class SimulatedRun:
         install_s: what a swap takes in every engine.
         journal: folder of the learner's journal; None: it has none.
         events: the learner's log, or where to write it.
-        jitter, changed_share: as of :class:`~echo2p2p.simulation.trainer.ModelledTrainer`.
+        jitter, changed_share, drift_kl: as of :class:`~echo2p2p.simulation.trainer.ModelledTrainer`.
     """
 
     swarm: MemorySwarm
@@ -114,6 +114,7 @@ class SimulatedRun:
     lengths: Lengths | None = None
     jitter: float = 0.0
     changed_share: float | None = None
+    drift_kl: float = 0.0
     manners: Manners = Manners()
 
     def __post_init__(self) -> None:
@@ -124,6 +125,7 @@ class SimulatedRun:
             snapshot_bytes=self.snapshot_bytes,
             jitter=self.jitter,
             changed_share=self.changed_share,
+            drift_kl=self.drift_kl,
             seed=self.seed,
         )
 

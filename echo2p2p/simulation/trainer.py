@@ -30,6 +30,8 @@ class ModelledTrainer:
         jitter: a step takes up to this part longer or shorter.
         changed_share: the part of the bf16 weights that a step changes; None for other bytes in every version,
             which no patch can shorten.
+        drift_kl: KL divergence of one version from the one before, nats per token; it grows as the square of their
+            distance.
         seed: of the jitter.
 
     Attributes:
@@ -44,12 +46,14 @@ class ModelledTrainer:
         snapshot_bytes: int,
         jitter: float = 0.0,
         changed_share: float | None = None,
+        drift_kl: float = 0.0,
         seed: int = 0,
     ) -> None:
         self._t_train_s = t_train_s
         self._snapshot_bytes = snapshot_bytes
         self._jitter = jitter
         self._changed_share = changed_share
+        self._drift_kl = drift_kl
         self._rng = random.Random(f"{seed} trainer")
         self._weights = (0, _first_weights(snapshot_bytes)) if changed_share is not None else None
         self.step = 0
@@ -59,12 +63,15 @@ class ModelledTrainer:
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         spread = self._rng.uniform(-self._jitter, self._jitter) if self._jitter else 0.0
         await asyncio.sleep(self._t_train_s * (1 + spread))
+        tokens = sum(group.n_tokens for group in groups)
+        square_ages = sum((self.step - group.version) ** 2 * group.n_tokens for group in groups)
         self.step += 1
         self.trained.extend(group.index for group in groups)
         rewards = np.concatenate([group.rewards() for group in groups])
         return {
             "reward_mean": float(rewards.mean()),
-            "tokens": sum(group.n_tokens for group in groups),
+            "tokens": tokens,
+            "mismatch_kl": self._drift_kl * square_ages / max(1, tokens),
             "groups": len(groups),
         }
 

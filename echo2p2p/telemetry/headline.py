@@ -104,6 +104,10 @@ def _broadcast(history: RunHistory) -> Figure:
     times = [version.t_bcast_s for version in history.versions if not math.isnan(version.t_bcast_s)]
     published = len(history.versions)
     note = f"median of {len(times)}; {published} published" if published else "nothing published yet"
+    reasons = Counter(version.why for version in history.versions)
+    told = [f"{reasons[why]} for {why}" for why in ("divergence", "window") if reasons[why]]
+    if told:
+        note += f", {' and '.join(told)}"
     return Figure("T_bcast", human_seconds(float(np.median(times))) if times else "–", note)
 
 

@@ -21,6 +21,10 @@ ENVELOPE: Mapping[str, str] = {
 """What every event carries; no kind has a field of the same name."""
 
 
+PUBLISHED_FOR = ("start", "period", "divergence", "window", "recovery", "end")
+"""Why a version may have been published."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of event: who emits it (``any`` for all roles), when, and its fields with their meaning."""
@@ -45,6 +49,7 @@ KINDS: Mapping[str, Kind] = {
             "task": "name of the task",
             "mode": "async or sequential",
             "staleness": "the window S, in versions",
+            "publish": "period or adaptive",
             "kappa": "publication period κ, in steps",
             "prompts_per_step": "groups a step",
             "samples_per_prompt": "samples a group",
@@ -83,6 +88,8 @@ KINDS: Mapping[str, Kind] = {
         "a policy version was published",
         {
             "version": "policy version",
+            "why": "start, period (κ steps), divergence (the policy has moved far enough), window (the last moment "
+            "that S allows), recovery (in place of unsound weights) or end",
             "snapshot_bytes": "size of the whole snapshot",
             "chunks": "number of chunks",
             "patch_bytes": "size of the patch on the version before; 0 if the version travels whole",
@@ -187,6 +194,8 @@ KINDS: Mapping[str, Kind] = {
             "tokens, x = log π_learner − log π_sampler as the step began (k3)",
             "reference_kl": "estimated KL(learner ‖ reference) per token, in nats",
             "entropy": "mean entropy of the policy per token, in nats",
+            "divergence": "KL divergence of the policy from the published one, nats per token, as mismatch_kl and "
+            "the ages of the steps' tokens tell it; null before any has",
             "staleness_mean": "mean over tokens, in versions",
             "staleness_max": "oldest token, in versions",
             "staleness_hist": "{staleness: tokens}",

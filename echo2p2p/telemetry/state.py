@@ -18,6 +18,7 @@ import numpy as np
 
 from echo2p2p.telemetry.cumulative import Cumulative
 from echo2p2p.telemetry.events import Event
+from echo2p2p.telemetry.kinds import PUBLISHED_FOR
 from echo2p2p.telemetry.story import tell
 from echo2p2p.telemetry.values import amount, number, whole
 
@@ -92,6 +93,8 @@ class Version:
     bytes_from_learner: float = 0.0
     bytes_from_peers: float = 0.0
     installs: int = 0
+    why: str = ""
+    """Why it was published; of those that the kinds of events name, or empty."""
     reports: int = 0
     """Workers that said when their bytes came."""
 
@@ -221,7 +224,9 @@ class RunState:
             self._note(event)
 
     def _on_published(self, event: Event) -> None:
-        self._version(event).snapshot_bytes = number(event.get("snapshot_bytes"))
+        version = self._version(event)
+        version.snapshot_bytes = number(event.get("snapshot_bytes"))
+        version.why = why if (why := str(event.get("why"))) in PUBLISHED_FOR else ""
 
     def _on_broadcast(self, event: Event) -> None:
         self._version(event).t_bcast_s = number(event.get("t_bcast_s"))

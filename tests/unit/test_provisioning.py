@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.provisioning.accounting import Budget, Spending
-from echo2p2p.provisioning.activation import Activator, Candidate, by_cost, cheapest
+from echo2p2p.provisioning.activation import Activator, Candidate, Decision, by_cost, cheapest
 from echo2p2p.provisioning.capacity import (
     best_kappa,
     conservative_staleness,
@@ -216,7 +216,38 @@ def test_a_cheaper_worker_that_comes_late_replaces_the_dear_one_once_that_has_la
     activator.decide(0, [Candidate("dear", 1.0, 10)], 9)
     assert activator.decide(1, late, 9) == activator.decide(30, late, 9)
     decision = activator.decide(31, late, 9)
+    assert (decision.activate, decision.release) == (("cheap",), ())
+    both = [Candidate("dear", 1.0, 10, True), Candidate("cheap", 0.1, 10, True, arriving=True)]
+    assert activator.decide(200, both, 9) == Decision()
+    both[1] = Candidate("cheap", 0.1, 10, active=True)
+    assert activator.decide(201, both, 9).release == ("dear",)
+
+
+def test_a_cheaper_worker_that_delivers_less_than_it_announced_replaces_nobody():
+    activator = Activator(persistence_s=30, margin=0.5)
+    activator.decide(0, [Candidate("dear", 1.0, 10)], 9)
+    for second in (1, 31):
+        decision = activator.decide(
+            second, [Candidate("dear", 1.0, 10, active=True), Candidate("cheap", 0.1, 10)], 9
+        )
+    assert decision.activate == ("cheap",)
+    both = [Candidate("dear", 1.0, 10, active=True), Candidate("cheap", 0.1, 2, active=True)]
+    assert "dear" not in activator.decide(60, both, 9).release
+
+
+def test_where_the_price_cap_has_no_room_for_both_they_change_places_at_once():
+    activator = Activator(persistence_s=30, margin=0.5, price_cap_per_hour=1.05)
+    late = [Candidate("dear", 1.0, 10, active=True), Candidate("cheap", 0.1, 10)]
+    activator.decide(0, [Candidate("dear", 1.0, 10)], 9)
+    activator.decide(1, late, 9)
+    decision = activator.decide(31, late, 9)
     assert (decision.activate, decision.release) == (("cheap",), ("dear",))
+
+
+def test_who_delivers_is_not_let_go_for_those_that_are_still_arriving():
+    activator = Activator(persistence_s=0, margin=0.2)
+    pool = [Candidate(str(i), 1.0 + i, 10, active=True, arriving=i >= 2) for i in range(6)]
+    assert activator.decide(0, pool, 20) == Decision()
 
 
 def test_a_saving_that_is_not_worth_it_moves_nobody():

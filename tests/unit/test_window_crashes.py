@@ -84,6 +84,7 @@ class LearnerUnderChurn:
             clock=self.clock,
             events=SimpleNamespace(emit=lambda *_, **__: None),
             t_train_s=0.3,
+            n_active=lambda: len(self.sessions),
             journal=journal,
         )
         self.journal = journal
