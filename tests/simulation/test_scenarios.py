@@ -222,10 +222,10 @@ def test_the_same_scenario_gives_the_same_events_in_another_process(small, tmp_p
     assert (tmp_path / "1" / "report.html").stat().st_size > 10_000
 
 
-def test_a_scenario_that_is_none_is_exit_code_3(tmp_path):
-    assert simulate(tmp_path / "missing.toml", tmp_path / "run").returncode == 3
+def test_a_scenario_that_is_not_there_is_exit_code_2(tmp_path):
+    assert simulate(tmp_path / "missing.toml", tmp_path / "run").returncode == 2
     done = simulate("nobody-shipped-this", tmp_path / "run")
-    assert done.returncode == 3
+    assert done.returncode == 2
     assert "slow-links" in done.stderr
 
 
