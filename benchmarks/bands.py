@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 _T_975 = (
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060),
@@ -40,7 +41,7 @@ class Run:
     def over_training(self) -> float:
         """Mean height of the curve (trapezoids): how early the reward was there, where the ends are alike."""
         steps = sorted(self.curve)
-        area = sum((b - a) * (self.curve[a] + self.curve[b]) / 2 for a, b in zip(steps, steps[1:]))
+        area = sum((b - a) * (self.curve[a] + self.curve[b]) / 2 for a, b in pairwise(steps))
         return area / (steps[-1] - steps[0]) if len(steps) > 1 else self.final
 
 
@@ -57,7 +58,7 @@ class Band:
 
 
 def band(values: Sequence[float]) -> Band:
-    """Student's interval for the mean of ``values``, at least two, at most 16. Raises ValueError for other numbers."""
+    """Student's interval for the mean of ``values``, two to 16 of them. Raises ValueError for other numbers."""
     n = len(values)
     if not 2 <= n <= len(_T_975) + 1:
         raise ValueError(f"a band of {n} values: 2 to {len(_T_975) + 1} are possible")

@@ -8,17 +8,17 @@ and sampling. Three questions, each with a baseline in the same run:
 * co-located against decoupled: one process (``benchmarks/colocated.py``) against the demo's swarm, six processes
   on real hivemind, at S = 3;
 * the swarm at S = 1, 3, 6 and 11, with the staleness that its trained tokens really had;
-* the one process with every batch a fixed number of versions old, at the demo's learning rate and at ``FAST`` times it:
-  what staleness does, whatever the timing.
+* the one process with every batch a fixed number of versions old, at the demo's learning rate and at ``FAST`` times
+  it: what staleness does, whatever the timing.
 
-Each finished training is a file in the run folder and is not repeated there, so a benchmark that was interrupted goes on.
-Results depend on steps, not on time: other load makes it slower, and changes how old the swarm's rollouts are.
+Each finished training is a file in the run folder and is not repeated there: a benchmark that was interrupted goes
+on. Other load makes it slower, and changes how old the swarm's rollouts are, but not what one process computes.
 
-The last line on stdout is one JSON object: ``colocated``, ``decoupled`` and ``staleness`` (``swarm`` by S, ``lag`` and
-``lag_fast`` by versions). Each set of trainings has ``finals`` by seed, their ``mean`` with ``low`` and ``high`` of the 95 %
-interval by Student's t, ``over_training`` (mean height of the curve) likewise, the ``curve``, and the staleness of
-trained tokens. ``decoupled`` also says whether its mean is inside the co-located interval (``inside``), and what it
-is less the co-located one, seed by seed (``difference``).
+The last line on stdout is one JSON object: ``colocated``, ``decoupled`` and ``staleness`` (``swarm`` by S, ``lag``
+and ``lag_fast`` by versions). Each set of trainings has ``finals`` by seed, their ``mean`` with ``low`` and ``high``
+of the 95 % interval by Student's t, ``over_training`` (mean height of the curve) likewise, the ``curve``, and the
+staleness of trained tokens. ``decoupled`` also says whether its mean is inside the co-located interval (``inside``),
+and what it is less the co-located one, seed by seed (``difference``).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Results:
         part.write_text(json.dumps(asdict(run)))
         part.replace(whole)
         say(
-            f"{case}: reward {run.curve[0]:.3f} → {run.final:.3f}, trained tokens {run.staleness_mean:.2f} versions old, "
+            f"{case}: reward {run.curve[0]:.3f} → {run.final:.3f}, tokens {run.staleness_mean:.2f} versions old, "
             f"at most {run.staleness_max}"
         )
 

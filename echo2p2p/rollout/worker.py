@@ -460,7 +460,7 @@ class Worker:
 def scored_group(
     scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]
 ) -> Group:
-    """What the engine made of prompt ``index``, with its rewards, as it is sent. Raises TaskError if the task fails."""
+    """What the engine made of prompt ``index``, with its rewards. Raises TaskError if the task fails."""
     return Group(
         index,
         list(prompt),
