@@ -11,6 +11,8 @@ from benchmarks.bands import Run, aligned, band, paired
 from benchmarks.colocated import train
 from benchmarks.parity import Case, Results, of_swarm
 from echo2p2p.config import load
+from echo2p2p.data import task
+from echo2p2p.data.task import make_task
 
 
 def run(seed: int = 0, **curve: float) -> Run:
@@ -67,30 +69,48 @@ def test_a_finished_training_is_found_again(tmp_path):
     assert Results(tmp_path).of("swarm", 3, range(4)) == [kept]
 
 
+class Sevens:
+    """The prompts of another task, and a reward that is quickly learned: the share of the digit 7."""
+
+    name = "sevens"
+
+    def __init__(self, seed, options):
+        self.prompt = make_task("strings", seed=seed, options=options).prompt
+
+    def answer(self, index, split="train"):
+        return "77777"
+
+    def reward(self, index, completion, split="train"):
+        return completion.count("7") / max(5, len(completion))
+
+
+@pytest.fixture(autouse=True)
+def sevens(monkeypatch):
+    monkeypatch.setitem(task._REGISTRY, "sevens", Sevens)
+
+
 def settings(**learner: object):
     small = {
-        "steps": 12,
-        "prompts_per_step": 12,
+        "steps": 8,
+        "prompts_per_step": 8,
         "samples_per_prompt": 8,
-        "max_new_tokens": 4,
-        "eval_prompts": 64,
+        "max_new_tokens": 6,
+        "eval_prompts": 16,
         "threads": 1,
-        "optimizer.learning_rate": 3e-4,
-        "optimizer.beta2": 0.95,
+        "optimizer.learning_rate": 1e-3,
     } | learner
-    task = ["task.name=strings", 'task.options={ kind = "reverse", length = 3 }']
-    return load((), [*task, *(f"learner.{key}={value}" for key, value in small.items())])
+    return load((), ["task.name=sevens", *(f"learner.{key}={value}" for key, value in small.items())])
 
 
 async def test_one_process_learns():
     trained = await train(settings())
-    assert list(trained.curve) == [0, 12]
-    assert trained.final > trained.curve[0] + 0.1
+    assert list(trained.curve) == [0, 8]
+    assert trained.final > trained.curve[0] + 0.2
     assert (trained.staleness_mean, trained.staleness_max) == (0, 0)
 
 
 async def test_one_process_computes_the_same_bits_again_and_others_where_its_batches_are_older():
-    few = settings(steps=3, eval_every=1, eval_prompts=16)
+    few = settings(steps=3, eval_every=1)
     once, again, older = await train(few), await train(few), await train(few, lag=2)
     assert once == again
     assert list(once.curve) == [0, 1, 2, 3]
