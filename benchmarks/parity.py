@@ -11,8 +11,8 @@ and sampling. Three questions, each with a baseline in the same run:
 * the one process with every batch a fixed number of versions old, at the demo's learning rate and at ``FAST`` times
   it: what staleness does, whatever the timing.
 
-Each finished training is a file in the run folder and is not repeated there: a benchmark that was interrupted goes
-on. Other load makes it slower, and changes how old the swarm's rollouts are, but not what one process computes.
+Each finished training is a file in the run folder and is not repeated there: a benchmark that was interrupted, or in
+which a swarm failed, goes on. Other load makes it slower, and changes how old the swarm's rollouts are, but not what one process computes.
 
 The last line on stdout is one JSON object: ``colocated``, ``decoupled`` and ``staleness`` (``swarm`` by S, ``lag``
 and ``lag_fast`` by versions). Each set of trainings has ``finals`` by seed, their ``mean`` with ``low`` and ``high``
@@ -28,6 +28,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,6 +41,7 @@ from benchmarks.colocated import train_in_process
 from benchmarks.nodes import say
 from echo2p2p.config import Settings, load
 from echo2p2p.demo import SETTINGS, run_demo
+from echo2p2p.errors import Echo2p2pError
 from echo2p2p.telemetry.events import read_events
 
 FAST = 3
@@ -162,8 +164,8 @@ class Results:
         return [run for seed in seeds if (run := self.find(Case(kind, knob, seed))) is not None]
 
 
-def train_all(plan: Plan, results: Results, folder: Path) -> None:
-    """What is missing: in one process each, two at a time; then swarms, one at a time."""
+def train_all(plan: Plan, results: Results, folder: Path) -> list[Case]:
+    """What is missing: in one process each, two at a time; then swarms, one at a time. Returns what failed."""
     missing = [case for case in plan.cases() if results.find(case) is None]
     say(f"{len(missing)} trainings to go, of {len(plan.cases())}")
     alone = [case for case in missing if case.kind != "swarm"]
@@ -175,9 +177,15 @@ def train_all(plan: Plan, results: Results, folder: Path) -> None:
             futures[pool.submit(train_in_process, settings, case.knob, str(case))] = case
         for future in as_completed(futures):
             results.keep(futures[future], future.result())
+    failed = []
     for case in missing:
         if case.kind == "swarm":
-            results.keep(case, train_swarm(case, plan, folder / f"{case}"))
+            try:
+                results.keep(case, train_swarm(case, plan, folder / f"{case}"))
+            except Echo2p2pError as error:
+                say(f"{case} failed: {error}")
+                failed.append(case)
+    return failed
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
@@ -235,7 +243,9 @@ def main() -> None:
     folder = arguments.run_dir or Path("runs") / time.strftime("parity-%Y%m%d-%H%M%S")
     results = Results(folder / "quick" if arguments.quick else folder)
     started = time.monotonic()
-    train_all(plan, results, folder)
+    failed = train_all(plan, results, folder)
+    if failed:
+        sys.exit(f"{len(failed)} trainings failed; go on with --run-dir {folder}")
     found = figures(plan, results)
     say(f"done after {time.monotonic() - started:.0f} s; the trainings are in {folder}")
     if arguments.pictures is not None:
