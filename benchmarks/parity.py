@@ -12,7 +12,8 @@ and sampling. Three questions, each with a baseline in the same run:
   it: what staleness does, whatever the timing.
 
 Each finished training is a file in the run folder and is not repeated there: a benchmark that was interrupted, or in
-which a swarm failed, goes on. Other load makes it slower, and changes how old the swarm's rollouts are, but not what one process computes.
+which a swarm failed, goes on. Other load makes it slower, and changes how old the swarm's rollouts are, but not what
+one process computes.
 
 The last line on stdout is one JSON object: ``colocated``, ``decoupled`` and ``staleness`` (``swarm`` by S, ``lag``
 and ``lag_fast`` by versions). Each set of trainings has ``finals`` by seed, their ``mean`` with ``low`` and ``high``
