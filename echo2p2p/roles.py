@@ -148,7 +148,7 @@ async def run_learner(
         VerificationError: the checkpoint is damaged.
     """
     checkpoint = await asyncio.to_thread(_find_checkpoint, run_dir, resume)
-    scorer, trainer, engine = await asyncio.to_thread(_load_policy, settings, checkpoint)
+    scorer, trainer, engine = await asyncio.to_thread(load_policy, settings, checkpoint)
 
     from echo2p2p.data.trajectory import Sampling
     from echo2p2p.learning.journal import Journal
@@ -354,10 +354,15 @@ def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
     return checkpoint
 
 
-def _load_policy(
+def load_policy(
     settings: Settings, checkpoint: Checkpoint | None
 ) -> tuple[TaskScorer, GRPOTrainer, TransformersEngine]:
-    """The blocking part of a learner's start: task, trainer and the engine that evaluates."""
+    """The blocking part of a learner's start: task, trainer and the engine that evaluates.
+
+    Raises:
+        SettingsError: the policy or the task is unusable, or there is no such device.
+        VerificationError: the checkpoint is not of this policy.
+    """
     from echo2p2p.data.policy import DTYPES
     from echo2p2p.learning.objective import Objective
     from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings

@@ -407,7 +407,7 @@ class Worker:
             )
             groups = await self._clock.offload(
                 lambda: [
-                    _group(scorer, p.index, prompt, done)
+                    scored_group(scorer, p.index, prompt, done)
                     for p, prompt, done in zip(batch, prompts, completions, strict=True)
                 ]
             )
@@ -453,7 +453,10 @@ class Worker:
             raise error
 
 
-def _group(scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]) -> Group:
+def scored_group(
+    scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]
+) -> Group:
+    """What the engine made of prompt ``index``, with its rewards. Raises TaskError if the task fails."""
     return Group(
         index,
         list(prompt),

@@ -21,7 +21,7 @@ from echo2p2p.learning.checkpoint import load_latest
 from echo2p2p.learning.journal import read
 from echo2p2p.learning.state import LearnerState
 from echo2p2p.learning.training import ThreadTrainer
-from echo2p2p.roles import _load_policy
+from echo2p2p.roles import load_policy
 from echo2p2p.telemetry.events import read_events
 
 KILLS = int(os.environ.get("ECHO2P2P_TEST_KILLS", "2"))
@@ -143,7 +143,7 @@ def check(run, mode):
     assert len(fingerprints) == len({version for version, _ in fingerprints})
 
     # The weights are those of a run that was trained on the same batches and never disturbed, bit for bit.
-    _, trainer, _ = _load_policy(settings, None)
+    _, trainer, _ = load_policy(settings, None)
     undisturbed = ThreadTrainer(trainer, run.folder / "none", keep=1)
     for batch in journal.batches.values():
         asyncio.run(undisturbed.train([entry.group for entry in batch]))
