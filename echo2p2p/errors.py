@@ -25,6 +25,7 @@
     │   └── OutOfMemory
     ├── BudgetSpent               8   provisioning.budget_usd is used up
     ├── EngineError                   the inference engine could not generate or install
+    │   └── Interrupted               it was told to give up what it generated for a newer version
     └── TaskError                     a task raised where it must not
 
 The message says what happened and with which value; ``hint`` says what to do about it.
@@ -138,6 +139,10 @@ class BudgetSpent(Echo2p2pError):  # noqa: N818
 
 
 class EngineError(Echo2p2pError):
+    pass
+
+
+class Interrupted(EngineError):  # noqa: N818 - reads as the state it reports
     pass
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from echo2p2p._version import __version__
-from echo2p2p.config import Settings
+from echo2p2p.config import Settings, WorkerSettings
 from echo2p2p.data.task import make_task
 from echo2p2p.errors import SettingsError
 from echo2p2p.rundir import RunDir
@@ -239,12 +239,13 @@ async def run_worker(
     """Roll out for ``run`` until it is finished or ``stop`` is set.
 
     Raises:
+        SettingsError: the engine that the settings name is not installed.
         TurnedAway: the learner refuses this worker for good.
         FingerprintMismatch: the engine does not hold what was installed.
     """
     Keys(run)
     # The engine's libraries load before the node joins, not when the first version is waiting.
-    await asyncio.to_thread(_import_engine)
+    await asyncio.to_thread(_import_engine, settings)
     await asyncio.to_thread(torch_device, settings.worker.device)
 
     from echo2p2p.rollout.worker import Worker
@@ -422,20 +423,27 @@ def _build_engine(
     settings: Settings, run_dir: RunDir, task: TaskSpec, assets: Mapping[str, bytes]
 ) -> tuple[InferenceEngine, TaskScorer]:
     """Unpack the run's pinned policy files and make engine and scorer of them. Blocks."""
-    from echo2p2p.rollout.transformers_engine import TransformersEngine
-
     run_dir.policy.mkdir(exist_ok=True)
     for name in ASSET_NAMES:
         if name in assets:
             (run_dir.policy / name).write_bytes(assets[name])
         else:
             (run_dir.policy / name).unlink(missing_ok=True)
-    engine = TransformersEngine(
-        run_dir.policy,
-        device=torch_device(settings.worker.device),
-        threads=settings.worker.threads or None,
+    return _engine(settings.worker, run_dir.policy), _scorer(
+        run_dir.policy, make_task(task.name, seed=task.seed, options=task.options)
     )
-    return engine, _scorer(run_dir.policy, make_task(task.name, seed=task.seed, options=task.options))
+
+
+def _engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
+    """The engine that the settings name. Raises SettingsError if it is not installed."""
+    device, threads = torch_device(options.device), options.threads or None
+    if options.engine == "vllm":
+        from echo2p2p.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(policy, options.vllm, in_flight=options.in_flight, device=device, threads=threads)
+    from echo2p2p.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(policy, device=device, threads=threads)
 
 
 def _scorer(folder: Path, task: Any) -> TaskScorer:
@@ -450,9 +458,14 @@ def _read_assets(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ASSET_NAMES if (folder / name).is_file()}
 
 
-def _import_engine() -> None:
+def _import_engine(settings: Settings) -> None:
     import echo2p2p.rollout.transformers_engine
     import echo2p2p.swarm.hivemind  # noqa: F401 - importing is the point
+
+    if settings.worker.engine == "vllm":
+        from echo2p2p.rollout.vllm_process import require_vllm
+
+        require_vllm()
 
 
 async def _on_set(event: asyncio.Event, call: Callable[[], None]) -> None:

@@ -46,9 +46,14 @@ class InferenceEngine(Protocol):
 
     A version comes in three steps, so that generation pauses only for the second: :meth:`stage` while the version
     before generates, the swap between two batches, :meth:`fingerprint` while the new one generates already.
-    :meth:`generate`, a swap and :meth:`install` are called one at a time; the two others may run beside
-    :meth:`generate`, one at a time as well.
+    :meth:`generate`, a swap and :meth:`install` are called one at a time, unless :attr:`overlaps`; the two others may
+    run beside :meth:`generate`, one at a time as well.
     """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`generate` may be called, and a swap made, while it runs; new prompts join the others."""
+        ...
 
     @property
     def version(self) -> int:
@@ -69,6 +74,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             OutOfMemory: the batch does not fit; the engine stays usable.
+            Interrupted: a swap ended the call.
             EngineError: no version is installed, or the engine failed.
         """
         ...

@@ -82,6 +82,10 @@ class TransformersEngine:
         )
 
     @property
+    def overlaps(self) -> bool:
+        return False
+
+    @property
     def version(self) -> int:
         return self._weights.version
 

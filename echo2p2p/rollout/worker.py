@@ -30,6 +30,7 @@ from echo2p2p.data.work import Advertise, Decline, Lease, Submit, TaskSpec, Welc
 from echo2p2p.errors import (
     Echo2p2pError,
     EngineError,
+    Interrupted,
     OutOfDisk,
     OutOfMemory,
     ResourceError,
@@ -54,6 +55,8 @@ from echo2p2p.weights.subscriber import WeightSubscriber
 log = logging.getLogger("echo2p2p.worker")
 
 FETCH_RETRY_S = 2.0
+BATCHES_AT_ONCE = 2
+"""With an engine that takes new prompts while it generates: one batch ends while the next keeps it full."""
 FAILURES_TO_LEAVE = 16
 """Prompts given back in a row, none rolled out between them, after which the worker itself is at fault."""
 
@@ -113,6 +116,9 @@ class Worker:
         self._built_for: TaskSpec | None = None
         self._failures = 0
         self._retry_alone = 0
+        self._batches = 0
+        self._busy_until = 0.0
+        self._repairs = 0
 
     @property
     def version(self) -> int:
@@ -333,6 +339,7 @@ class Worker:
     async def _repair(self, engine: InferenceEngine, trial: Trial) -> None:
         """Raises FingerprintMismatch: the engine cannot be made to hold the version on trial."""
         self._take_back(trial)
+        self._repairs += 1
         await trial.repair(engine, self._clock)
         self._settle(trial)
 
@@ -358,7 +365,7 @@ class Worker:
 
     async def _roll_out(self) -> None:
         """Swap in what was staged, generate what is leased, and wait for either."""
-        async with asyncio.TaskGroup() as proofs:
+        async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
                 engine, scorer = self._engine, self._scorer
@@ -368,11 +375,15 @@ class Worker:
                 if engine is not None and self._trial is None and self._arrived is not None:
                     trial = await self._swap()
                     if trial is not None:
-                        proofs.create_task(self._prove(engine, trial))
+                        tasks.create_task(self._prove(engine, trial))
                     continue
-                batch = self._next_batch()
+                batch = self._next_batch() if self._batches < BATCHES_AT_ONCE else []
                 if batch and engine is not None and scorer is not None:
-                    await self._generate(engine, scorer, batch)
+                    if engine.overlaps:
+                        self._batches += 1
+                        tasks.create_task(self._generate_beside(engine, scorer, batch))
+                    else:
+                        await self._generate(engine, scorer, batch)
                     continue
                 await self._wake.wait()
 
@@ -397,9 +408,16 @@ class Worker:
             batch.append(self._prompts.popleft())
         return batch
 
+    async def _generate_beside(self, engine: InferenceEngine, scorer: Scorer, batch: list[Prompt]) -> None:
+        try:
+            await self._generate(engine, scorer, batch)
+        finally:
+            self._batches -= 1
+            self._wake.set()
+
     async def _generate(self, engine: InferenceEngine, scorer: Scorer, batch: list[Prompt]) -> None:
         lease = batch[0].lease
-        started = self._clock.monotonic()
+        started, repairs = self._clock.monotonic(), self._repairs
         try:
             prompts = await self._clock.offload(lambda: [scorer.prompt_tokens(p.index) for p in batch])
             completions = await engine.generate(
@@ -411,6 +429,9 @@ class Worker:
                     for p, prompt, done in zip(batch, prompts, completions, strict=True)
                 ]
             )
+        except Interrupted:
+            self._prompts.extendleft(reversed(batch))
+            return
         except (OutOfMemory, EngineError, TaskError) as error:
             self._failed(batch, error)
             return
@@ -418,8 +439,13 @@ class Worker:
         tokens = sum(group.n_tokens for group in groups)
         if self._settings.limit_tokens_per_s is not None:
             # Before the delivery: the learner takes the time until then for what the work takes.
-            ends = started + tokens / self._settings.limit_tokens_per_s
+            ends = max(started, self._busy_until) + tokens / self._settings.limit_tokens_per_s
+            self._busy_until = ends
             await asyncio.sleep(max(0.0, ends - self._clock.monotonic()))
+        if repairs != self._repairs:
+            # Some of it may be of weights that were refuted since.
+            self._prompts.extendleft(reversed(batch))
+            return
         for prompt, group in zip(batch, groups, strict=True):
             if self._trial is not None:
                 self._trial.kept_back.append((prompt, group))

@@ -77,6 +77,10 @@ class ModelledEngine:
         self._running.set()
 
     @property
+    def overlaps(self) -> bool:
+        return False
+
+    @property
     def version(self) -> int:
         return self._version
 

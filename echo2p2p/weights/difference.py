@@ -56,12 +56,12 @@ def difference(held: Snapshot, new: Snapshot) -> tuple[TensorDifference, ...]:
     """
     if held.layout != new.layout:
         raise ManifestError("two snapshots with different layouts have no difference in words")
-    found = (_compared(held, new, spec) for spec in new.layout.tensors)
+    found = (compared(spec.name, _words(held, spec), _words(new, spec)) for spec in new.layout.tensors)
     return tuple(each for each in found if each.n_words)
 
 
-def _compared(held: Snapshot, new: Snapshot, spec: TensorSpec) -> TensorDifference:
-    old_words, new_words = (_words(snapshot, spec) for snapshot in (held, new))
+def compared(name: str, old_words: Words, new_words: Words) -> TensorDifference:
+    """What must be written over ``old_words`` for ``new_words``; both flat, of one length."""
     listed: list[Indices] = []
     runs: list[tuple[int, int]] = []
     for start in range(0, new_words.size, BLOCK_WORDS):
@@ -74,7 +74,7 @@ def _compared(held: Snapshot, new: Snapshot, spec: TensorSpec) -> TensorDifferen
         else:
             runs.append((start, stop))
     at = np.concatenate(listed) if listed else np.empty(0, np.int64)
-    return TensorDifference(spec.name, at, new_words[at], tuple(runs))
+    return TensorDifference(name, at, new_words[at], tuple(runs))
 
 
 def _words(snapshot: Snapshot, spec: TensorSpec) -> Words:

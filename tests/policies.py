@@ -14,7 +14,9 @@ EOS = 1
 VOCABULARY = 19
 
 
-def make_policy(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
+def make_policy(
+    folder: Path, *, seed: int = 0, tied: bool = True, head_dim: int = 8, positions: int = 64
+) -> Path:
     """A random two-layer policy folder with weights; large weights, so that its distributions are uneven."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -24,8 +26,8 @@ def make_policy(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         initializer_range=0.4,
         eos_token_id=EOS,

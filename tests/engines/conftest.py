@@ -1,0 +1,40 @@
+"""The engines that are held to the protocol: transformers everywhere, vLLM where it is installed.
+
+An engine lives for the whole session, since vLLM takes seconds to start; tests install what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+import torch
+from engine_bench import HAS_VLLM, SHAPE, Bench, Policy, build
+from policies import make_policy
+from transformers import AutoModelForCausalLM
+
+from echo2p2p.weights.snapshot import from_state_dict
+
+KINDS = [
+    ("transformers", True),
+    ("transformers", False),
+    *([("vllm", True), ("vllm", False), ("vllm, two ranks", True)] if HAS_VLLM else []),
+]
+
+
+@pytest_asyncio.fixture(
+    scope="session",
+    loop_scope="session",
+    params=KINDS,
+    ids=[f"{kind}-{'tied' if tied else 'untied'}" for kind, tied in KINDS],
+)
+async def bench(request, tmp_path_factory) -> AsyncIterator[Bench]:
+    kind, tied = request.param
+    policies = []
+    for seed in (1, 2):
+        folder = make_policy(tmp_path_factory.mktemp("policy"), seed=seed, tied=tied, **SHAPE)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        policies.append(Policy(model, from_state_dict(model.state_dict())))
+    engine = build(kind, folder)
+    yield Bench(kind, engine, *policies, again=lambda: build(kind, folder))
+    await engine.close()
