@@ -4,7 +4,8 @@ Guarantees, whatever was measured and whatever workers report:
 
 * a version is published at the latest after :func:`latest` steps, from which on work that is leased now could be
   older than S when it is trained;
-* and never before the broadcast of the one before can have ended, unless that bound asks for it.
+* and never before the broadcast of the one before can have ended, unless that bound asks for it. Every κ steps means
+  every few steps more where broadcasts take longer than κ.
 
 How far the policy has moved is not measured anew: each step knows the KL divergence between the policy that sampled
 its tokens and the learner's, and how many versions lie between the two. Over a few steps it grows as their square.
@@ -13,23 +14,30 @@ its tokens and the learner's, and how many versions lie between the two. Over a 
 from __future__ import annotations
 
 from echo2p2p.config import LearnerSettings
-from echo2p2p.provisioning.capacity import min_kappa
+from echo2p2p.provisioning.capacity import arriving_kappa, min_kappa
 
 WEIGHT = 0.3
 """Of the newest step in the moving mean of the drift."""
 
 
 def latest(
-    *, staleness: int, kappa: int | None, t_train_s: float, t_bcast_s: float, rollouts: int, mu_pool: float
+    *,
+    staleness: int,
+    kappa: int | None,
+    t_train_s: float,
+    t_bcast_s: float,
+    rollouts: int,
+    mu_pool: float,
+    t_work_s: float = 0.0,
 ) -> int:
     """Steps after which a version is published at the latest: the longest publication period that keeps Δ_cons ≤ S.
 
-    Δ_cons = κ + ⌈(T_bcast + R/μ) / T_train⌉ − 1, so κ ≤ S + 1 − ⌈(T_bcast + R/μ) / T_train⌉; at least 1, and no more
-    than ``kappa`` where one is set.
+    Δ_cons = κ + ⌈lag / T_train⌉ − 1 with lag = T_bcast + T_work + R/μ, so κ ≤ S + 1 − ⌈lag / T_train⌉; at least 1,
+    and no more than ``kappa`` where one is set.
     """
     if mu_pool <= 0:
         return 1
-    lag_s = t_bcast_s + rollouts / mu_pool
+    lag_s = t_bcast_s + t_work_s + rollouts / mu_pool
     whole, rest = divmod(min(lag_s / t_train_s, float(staleness)), 1)
     longest = max(1, staleness + 1 - int(whole) - (rest > 1e-9))
     return min(longest, max(1, staleness), kappa or longest)
@@ -83,12 +91,22 @@ class Cadence:
         """KL(published ‖ ``version``) in nats per token, as far as steps have told; None before any has."""
         return None if self._drift is None else self._drift * (version - self._published) ** 2
 
-    def due(self, version: int, *, t_train_s: float, t_bcast_s: float, mu_pool: float) -> str:
+    def due(
+        self, version: int, *, t_train_s: float, t_bcast_s: float, mu_pool: float, t_work_s: float = 0.0
+    ) -> str:
         """Why ``version`` is to be published now: ``period``, ``divergence`` or ``window``; empty if it is not."""
         settings = self._settings
         steps = version - self._published
-        if settings.publish == "period" or settings.is_sequential:
+        if settings.is_sequential:
             return "period" if steps >= settings.publication_period else ""
+        if settings.publish == "period":
+            kappa = arriving_kappa(
+                settings.publication_period,
+                staleness=settings.staleness,
+                t_train_s=t_train_s,
+                t_bcast_s=t_bcast_s,
+            )
+            return "period" if steps >= kappa else ""
         return due(
             steps=steps,
             earliest=min_kappa(t_train_s=t_train_s, t_bcast_s=t_bcast_s),
@@ -97,6 +115,7 @@ class Cadence:
                 kappa=settings.kappa,
                 t_train_s=t_train_s,
                 t_bcast_s=t_bcast_s,
+                t_work_s=t_work_s,
                 rollouts=settings.rollouts_per_step,
                 mu_pool=mu_pool,
             ),

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from echo2p2p._version import __version__
 from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
@@ -33,18 +32,13 @@ from echo2p2p.learning.status import (
     MAX_WORKERS_LISTED,
     Departed,
     RunStatus,
+    learner_record,
     serve_status,
     worker_status,
 )
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
-from echo2p2p.swarm.records import (
-    MAX_ADDRESSES,
-    MAX_RECORD_LIFETIME_S,
-    LearnerRecord,
-    RunRecord,
-    WorkerAdvert,
-)
+from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog
 from echo2p2p.weights.gate import GateLimits
 from echo2p2p.weights.publisher import WeightPublisher
@@ -67,6 +61,7 @@ class Learner:
         state: from a checkpoint; None for a new run. The trainer must hold the same step.
         journal: resumed from the same checkpoint.
         just_in_time: as of the :class:`~echo2p2p.learning.dispatcher.Dispatcher`.
+        workers_stand: as of the :class:`~echo2p2p.learning.provisioner.Provisioner`.
     """
 
     def __init__(
@@ -85,6 +80,7 @@ class Learner:
         state: LearnerState | None = None,
         journal: Journal | None = None,
         just_in_time: bool = True,
+        workers_stand: bool = False,
     ) -> None:
         self._network = network
         self._clock = network.clock
@@ -136,6 +132,7 @@ class Learner:
             keeps_up=self._dispatcher.keeps_up,
             clock=self._clock,
             events=events,
+            workers_stand=workers_stand,
         )
         self._provisioner.spending.usd = self._state.spend_usd
         self._provisioner.spending.all_on_usd = self._state.all_on_usd
@@ -355,6 +352,7 @@ class Learner:
             self.step,
             t_train_s=self._provisioner.t_train.seconds,
             t_bcast_s=self._provisioner.t_bcast.seconds,
+            t_work_s=self._provisioner.t_work_s,
             mu_pool=self._provisioner.mu_pool,
         )
 
@@ -414,22 +412,8 @@ class Learner:
             log.info("nobody keeps the record of the run's end: %s", error)
 
     def _learner_record(self) -> LearnerRecord:
-        options = self._settings.learner
-        return LearnerRecord(
-            task=self._settings.task.name,
-            mode=options.mode,
-            staleness=options.staleness,
-            kappa=options.publication_period,
-            step=self.step,
-            max_steps=options.steps,
-            published_version=self._dispatcher.published,
-            state=self._life,
-            active_workers=self._provisioner.n_active,
-            mu_pool=min(self._provisioner.mu_pool, 1e9),
-            mu_target=min(self._provisioner.mu_target, 1e9),
-            spend_per_hour=min(self._provisioner.spend_per_hour, 1e9),
-            software=__version__,
-            addresses=tuple(self._network.addresses()[:MAX_ADDRESSES]),
+        return learner_record(
+            self._settings, self._dispatcher, self._provisioner, self._life, self._network.addresses()
         )
 
     def status(self) -> RunStatus:

@@ -16,7 +16,7 @@ from echo2p2p.data.work import Standby
 from echo2p2p.learning.sessions import Session
 from echo2p2p.provisioning.accounting import Budget, Spending
 from echo2p2p.provisioning.activation import Activator, Candidate, by_cost
-from echo2p2p.provisioning.capacity import mu_min
+from echo2p2p.provisioning.capacity import arriving_kappa, mu_min, mu_min_standing
 from echo2p2p.provisioning.estimators import DurationEstimator, Shortfall
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
@@ -44,6 +44,7 @@ class Provisioner:
         activated: called with a session that has just become active; tells the worker.
         outstanding: groups that are out with a worker.
         keeps_up: whether a worker has weights that it can be leased work for.
+        workers_stand: workers generate nothing while a version travels, to model systems whose workers do so.
 
     Attributes:
         winding_down: the budget pays for what is leased, and for no more.
@@ -62,8 +63,10 @@ class Provisioner:
         keeps_up: Callable[[Session], bool],
         clock: Clock,
         events: EventLog,
+        workers_stand: bool = False,
     ) -> None:
         self._settings = settings
+        self._workers_stand = workers_stand
         self._learner = learner
         self._sessions = sessions
         self._mean_tokens = mean_tokens
@@ -116,13 +119,20 @@ class Provisioner:
 
     @property
     def _overlapped(self) -> float:
-        return mu_min(
-            kappa=self._learner.publication_period,
-            staleness=self._learner.staleness,
-            rollouts=self._learner.rollouts_per_step,
-            t_train_s=self.t_train.seconds,
-            t_bcast_s=self.t_bcast.seconds,
-        )
+        staleness, rollouts = self._learner.staleness, self._learner.rollouts_per_step
+        times = {"t_train_s": self.t_train.seconds, "t_bcast_s": self.t_bcast.seconds}
+        kappa = arriving_kappa(self._learner.publication_period, staleness=staleness, **times)
+        if self._workers_stand:
+            return mu_min_standing(kappa=kappa, rollouts=rollouts, **times)
+        return mu_min(kappa=kappa, staleness=staleness, rollouts=rollouts, t_work_s=self.t_work_s, **times)
+
+    @property
+    def t_work_s(self) -> float:
+        """T_work of the active workers: each counts as far as it delivers; 0 until something has been measured."""
+        mean_tokens = self._mean_tokens()
+        work = [(session.mu(mean_tokens), session.work.seconds) for session in self.active]
+        mu = sum(mu for mu, seconds in work if seconds > 0)
+        return sum(mu * seconds for mu, seconds in work) / mu if mu > 0 else 0.0
 
     @property
     def mu_target(self) -> float:

@@ -26,7 +26,7 @@ from echo2p2p.data.work import (
 )
 from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, ProtocolError, RecordError
 from echo2p2p.provisioning.activation import Candidate
-from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator
+from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator, WorkEstimator
 from echo2p2p.swarm.budget import MessageBudget
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
@@ -70,6 +70,7 @@ class Session:
         not_before: no lease before this (monotonic seconds): it handed some back.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
+        work: what it generates at once.
     """
 
     def __init__(self, stream: Stream, advert: WorkerAdvert, rate: RateEstimator | None = None) -> None:
@@ -93,6 +94,7 @@ class Session:
         self._without_since = 0.0
         self._leased_at: dict[int, float] = {}
         self.turnaround = DurationEstimator(0.0)
+        self.work = WorkEstimator()
 
     @property
     def version(self) -> int:
@@ -167,6 +169,7 @@ class Session:
             self.turnaround.observe(now - self._leased_at[lease])
         busy_s = now - self._busy_since if self._busy_since is not None else 0.0
         self._observe(accepted_rollouts, busy_s, mean_tokens)
+        self.work.observe(busy_s)
         self._busy_since = now if still_busy else None
         if accepted_rollouts:
             self._declined = 0

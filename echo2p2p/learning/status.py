@@ -1,18 +1,25 @@
-"""What a learner answers when somebody asks how its run goes. For people who look; nothing depends on it."""
+"""What a learner says of its run: its record in the table, and what it answers when somebody asks how it goes.
+
+But for the record's state, which tells workers that the run is over, nothing depends on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
+from echo2p2p._version import __version__
+from echo2p2p.config import Settings
 from echo2p2p.errors import SwarmError
+from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
 from echo2p2p.provisioning.estimators import RateEstimator
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
-from echo2p2p.swarm.records import Keys
+from echo2p2p.swarm.records import MAX_ADDRESSES, Keys, LearnerRecord
 
 STATUS_PROTOCOL = "status"
 MAX_STATUS_BYTES = 4 * 2**20
@@ -62,6 +69,29 @@ class RunStatus(msgspec.Struct, frozen=True):
     workers: list[WorkerStatus]
     divergence: float | None = None
     published_for: dict[str, int] = {}
+
+
+def learner_record(
+    settings: Settings, dispatcher: Dispatcher, provisioner: Provisioner, life: str, addresses: Sequence[str]
+) -> LearnerRecord:
+    """What the learner leaves in the table; ``life`` is running, stopped or finished."""
+    options = settings.learner
+    return LearnerRecord(
+        task=settings.task.name,
+        mode=options.mode,
+        staleness=options.staleness,
+        kappa=options.publication_period,
+        step=dispatcher.version,
+        max_steps=options.steps,
+        published_version=dispatcher.published,
+        state=life,
+        active_workers=provisioner.n_active,
+        mu_pool=min(provisioner.mu_pool, 1e9),
+        mu_target=min(provisioner.mu_target, 1e9),
+        spend_per_hour=min(provisioner.spend_per_hour, 1e9),
+        software=__version__,
+        addresses=tuple(addresses[:MAX_ADDRESSES]),
+    )
 
 
 def worker_status(session: Session, mean_tokens: float) -> WorkerStatus:

@@ -5,6 +5,7 @@ Pure: durations are arguments. What a worker announces is a prior that a few sec
 * μ_i: accepted rollouts over busy seconds, both forgotten exponentially in busy time. A ratio of sums weighs a
   measurement by the time it took, so one odd group counts for no more than its own seconds, while a mean of rates
   would let one short interval outweigh a minute.
+* T_work of each worker: from the gaps between its deliveries.
 * T_train and T_bcast: a moving mean of medians of five. One step that waits for a disk is no news about T_train and
   is left out whole; a change that lasts has passed the median after three measurements.
 """
@@ -47,6 +48,31 @@ class RateEstimator:
     @property
     def per_s(self) -> float:
         return self._count / self._seconds
+
+
+class WorkEstimator:
+    """How long a worker takes for what it generates at once, from the gaps between its deliveries.
+
+    What was generated at once is delivered at once, so most gaps are nothing and some are the whole: Σ gap² / Σ gap
+    is the gap that a moment falls into on average.
+
+    Attributes:
+        seconds: 0 until something has been measured.
+    """
+
+    WEIGHT = 0.05
+
+    def __init__(self) -> None:
+        self._gap = self._square = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        """A group came ``gap_s`` seconds of work after the one before."""
+        self._gap += self.WEIGHT * (gap_s - self._gap)
+        self._square += self.WEIGHT * (gap_s**2 - self._square)
+
+    @property
+    def seconds(self) -> float:
+        return self._square / self._gap if self._gap > 0 else 0.0
 
 
 class DurationEstimator:

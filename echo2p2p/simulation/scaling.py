@@ -71,6 +71,7 @@ def manners(scenario: Scenario) -> Manners:
         just_in_time=scenario.rules.just_in_time,
         fetch_limits=replace(
             fetch,
+            dial_s=fetch.dial_s * longer,
             manifest_s=fetch.manifest_s * longer,
             stall_s=fetch.stall_s * longer,
             patience_s=fetch.patience_s * longer,
@@ -81,6 +82,7 @@ def manners(scenario: Scenario) -> Manners:
         ),
         server_limits=replace(
             server,
+            first_request_s=server.first_request_s * longer,
             unknown_version_s=server.unknown_version_s * longer,
             chunk_wait_s=server.chunk_wait_s * longer,
             write_s=server.write_s * longer,

@@ -168,6 +168,7 @@ class SimulatedRun:
             state=state,
             journal=Journal(self.journal, resume_from=resume_from) if self.journal is not None else None,
             just_in_time=self.manners.just_in_time,
+            workers_stand=not self.manners.generate_while_fetching,
         )
         return learner, network
 
