@@ -41,6 +41,11 @@ MAX_CSV_BYTES = 16 * 2**20
 @click.option(
     "--kappa", type=click.IntRange(1), help="Publication period.  [the one that needs the fewest rollouts/s]"
 )
+@click.option(
+    "--at-once",
+    type=click.IntRange(1),
+    help="Rollouts that a worker generates at once: samples per prompt times batch_groups.  [too few to count]",
+)
 @click.option("--gamma", type=click.FloatRange(1), default=1.1, show_default=True, help="Safety factor.")
 @click.option("--price-cap", type=click.FloatRange(0, min_open=True), help="$/h that is never exceeded.")
 @click.option(
@@ -63,6 +68,7 @@ def command(
     bandwidth_mbit: float | None,
     staleness: int,
     kappa: int | None,
+    at_once: int | None,
     gamma: float,
     price_cap: float | None,
     run: str | None,
@@ -90,7 +96,8 @@ def command(
 
     def at(s: int) -> Plan:
         fixed = kappa if s == staleness else None
-        return plan(Inputs(rollouts, t_train, t_bcast, s, gamma, fixed, price_cap or math.inf), workers)
+        cap = price_cap or math.inf
+        return plan(Inputs(rollouts, t_train, t_bcast, s, gamma, fixed, cap, at_once or 0), workers)
 
     chosen = at(staleness)
     others = [at(s) for s in range(max(1, staleness - 2), staleness + 4)]

@@ -32,12 +32,12 @@ def latest(
 ) -> int:
     """Steps after which a version is published at the latest: the longest publication period that keeps Δ_cons ≤ S.
 
-    Δ_cons = κ + ⌈lag / T_train⌉ − 1 with lag = T_bcast + T_work + R/μ, so κ ≤ S + 1 − ⌈lag / T_train⌉; at least 1,
+    Δ_cons = κ + ⌈lag / T_train⌉ − 1 with lag = T_bcast + T_work/2 + R/μ, so κ ≤ S + 1 − ⌈lag / T_train⌉; at least 1,
     and no more than ``kappa`` where one is set.
     """
     if mu_pool <= 0:
         return 1
-    lag_s = t_bcast_s + t_work_s + rollouts / mu_pool
+    lag_s = t_bcast_s + t_work_s / 2 + rollouts / mu_pool
     whole, rest = divmod(min(lag_s / t_train_s, float(staleness)), 1)
     longest = max(1, staleness + 1 - int(whole) - (rest > 1e-9))
     return min(longest, max(1, staleness), kappa or longest)

@@ -8,10 +8,10 @@ staleness budget.
 The paper lets workers stand still while a version travels (:func:`mu_min_standing`). Ours generate with the version
 that they have, so a broadcast costs no rollouts: it only makes them older, and what it asks of the pool follows from
 the window. The first batch for which the version before is too old is drawn D = S + 1 − κ steps after a publication,
-and its rollouts begin when the broadcast ends. On average a worker is halfway through older work then, and halfway
-through newer work when the batch is drawn, which together is T_work:
+and its rollouts begin when the broadcast ends. When it is drawn, workers are on average halfway through what they
+generate, which is not in it:
 
-    μ ≥ R / T_train    and    D·T_train ≥ T_bcast + T_work + R / μ
+    μ ≥ R / T_train    and    D·T_train ≥ T_bcast + T_work / 2 + R / μ
 
 ``python -m benchmarks.overlap`` measures both.
 """
@@ -27,7 +27,7 @@ def mu_min(
     """Rollouts a second below which the learner must wait, of workers that generate while a version travels.
 
     Infinite where no pool is fast enough: κ·T_train ≤ T_bcast, and versions would be published faster than they
-    arrive; or D·T_train ≤ T_bcast + T_work, and rollouts are too old when they could begin.
+    arrive; or D·T_train ≤ T_bcast + T_work / 2, and rollouts are too old when they could begin.
     """
     if kappa * t_train_s <= t_bcast_s:
         return math.inf
@@ -49,9 +49,9 @@ def mu_fresh(
 ) -> float:
     """Rollouts a second from which on Δ_cons ≤ S; infinite where no pool is fast enough.
 
-    Δ_cons ≤ S ⇔ (T_bcast + T_work + R/μ) / T_train ≤ S + 1 − κ.
+    Δ_cons ≤ S ⇔ (T_bcast + T_work/2 + R/μ) / T_train ≤ S + 1 − κ.
     """
-    slack_s = (staleness + 1 - kappa) * t_train_s - t_bcast_s - t_work_s
+    slack_s = (staleness + 1 - kappa) * t_train_s - t_bcast_s - t_work_s / 2
     return rollouts / slack_s if slack_s > 0 else math.inf
 
 
@@ -74,7 +74,7 @@ def step_s(
         return math.inf
     generation_s = rollouts / mu_pool
     steps_until_needed = staleness + 1 - kappa
-    late_s = t_bcast_s + t_work_s + generation_s - steps_until_needed * t_train_s
+    late_s = t_bcast_s + t_work_s / 2 + generation_s - steps_until_needed * t_train_s
     waits = 1 + max(0, steps_until_needed) // kappa
     return max(generation_s, t_train_s + max(0.0, late_s) / waits / kappa)
 
@@ -101,13 +101,13 @@ def conservative_staleness(
     mu_pool: float,
     t_work_s: float = 0.0,
 ) -> int | None:
-    """Δ_cons = κ + ⌈(T_bcast + T_work + R/μ_pool) / T_train⌉ − 1: no rollout is older when it is trained.
+    """Δ_cons = κ + ⌈(T_bcast + T_work/2 + R/μ_pool) / T_train⌉ − 1: no rollout is older when it is trained.
 
     None where nothing generates (μ_pool = 0).
     """
     if mu_pool <= 0:
         return None
-    lag_steps = (t_bcast_s + t_work_s + rollouts / mu_pool) / t_train_s
+    lag_steps = (t_bcast_s + t_work_s / 2 + rollouts / mu_pool) / t_train_s
     # A lag of a whole number of steps must not become one more through rounding.
     return kappa + math.ceil(lag_steps - 1e-9) - 1
 
@@ -124,11 +124,11 @@ def default_kappa(staleness: int) -> int:
 def best_kappa(*, staleness: int, t_train_s: float, t_bcast_s: float, t_work_s: float = 0.0) -> int | None:
     """The publication period with which the smallest pool keeps the learner busy; None where none can.
 
-    With b = T_bcast / T_train and l = (T_bcast + T_work) / T_train it takes κ > b and
+    With b = T_bcast / T_train and l = (T_bcast + T_work/2) / T_train it takes κ > b and
     μ ≥ R / (T_train · min(1, S + 1 − κ − l)). Of equals the largest, at most S − 1, publishes least: S − 1 for
     l < 1, ⌊S − l⌋ as far as that is above b, and ⌊b⌋ + 1 for smaller S, down to :func:`min_staleness`.
     """
-    b, lag = t_bcast_s / t_train_s, (t_bcast_s + t_work_s) / t_train_s
+    b, lag = t_bcast_s / t_train_s, (t_bcast_s + t_work_s / 2) / t_train_s
 
     def slack(kappa: int) -> float:
         return min(1.0, staleness + 1 - kappa - lag)
@@ -140,4 +140,4 @@ def best_kappa(*, staleness: int, t_train_s: float, t_bcast_s: float, t_work_s: 
 
 def min_staleness(*, t_train_s: float, t_bcast_s: float, t_work_s: float = 0.0) -> int:
     """The smallest S ≥ 1 that any pool can keep under overlap: ⌊b⌋ + ⌊l⌋ + 1 (:func:`best_kappa`)."""
-    return int(t_bcast_s // t_train_s) + int((t_bcast_s + t_work_s) // t_train_s) + 1
+    return int(t_bcast_s // t_train_s) + int((t_bcast_s + t_work_s / 2) // t_train_s) + 1

@@ -27,6 +27,7 @@ class Inputs:
 
     Attributes:
         kappa: None for the best one.
+        at_once: rollouts that a worker generates at once, which with its speed says T_work.
     """
 
     rollouts: int
@@ -36,6 +37,7 @@ class Inputs:
     gamma: float
     kappa: int | None = None
     price_cap_per_hour: float = math.inf
+    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,18 @@ class Plan:
 
 def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     """The cheapest workers that keep the learner busy under ``inputs``."""
-    kappa = inputs.kappa or best_kappa(
-        staleness=inputs.staleness, t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s
-    )
+    instant = _plan(inputs, candidates, t_work_s=0.0)
+    if not inputs.at_once or not instant.workers:
+        return instant
+    # How long the work in hand takes depends on who is chosen, which depends on it a little.
+    return _plan(inputs, candidates, t_work_s=inputs.at_once * len(instant.workers) / instant.mu_pool)
+
+
+def _plan(inputs: Inputs, candidates: Sequence[Candidate], *, t_work_s: float) -> Plan:
+    times = {"t_train_s": inputs.t_train_s, "t_bcast_s": inputs.t_bcast_s, "t_work_s": t_work_s}
+    kappa = inputs.kappa or best_kappa(staleness=inputs.staleness, **times)
     impossible = kappa is None
     kappa = kappa or default_kappa(inputs.staleness)
-    times = {"t_train_s": inputs.t_train_s, "t_bcast_s": inputs.t_bcast_s}
     needed = mu_min(kappa=kappa, staleness=inputs.staleness, rollouts=inputs.rollouts, **times)
     target = inputs.gamma * needed
     chosen = cheapest(candidates, target, price_cap_per_hour=inputs.price_cap_per_hour)
@@ -80,7 +88,7 @@ def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     delta = conservative_staleness(kappa=kappa, rollouts=inputs.rollouts, mu_pool=mu_pool, **times)
     if impossible or kappa * inputs.t_train_s <= inputs.t_bcast_s:
         least = min_kappa(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
-        least_s = min_staleness(t_train_s=inputs.t_train_s, t_bcast_s=inputs.t_bcast_s)
+        least_s = min_staleness(**times)
         why = (
             f"a broadcast of {inputs.t_bcast_s:g} s takes too long for κ = {kappa} and S = {inputs.staleness}; "
             f"κ must be at least {least}, and S at least {least_s}"

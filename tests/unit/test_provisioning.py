@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from echo2p2p.provisioning.accounting import Budget, Spending
 from echo2p2p.provisioning.activation import Activator, Candidate, Decision, by_cost, cheapest
 from echo2p2p.provisioning.capacity import (
+    arriving_kappa,
     best_kappa,
     conservative_staleness,
     default_kappa,
@@ -19,7 +20,7 @@ from echo2p2p.provisioning.capacity import (
     mu_min_standing,
     step_s,
 )
-from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator, Shortfall
+from echo2p2p.provisioning.estimators import DurationEstimator, RateEstimator, Shortfall, WorkEstimator
 from echo2p2p.provisioning.plan import Inputs, plan
 
 candidates = st.lists(
@@ -50,6 +51,43 @@ def test_a_broadcast_asks_for_more_workers_where_the_window_gives_it_too_few_ste
     assert mu_min(kappa=2, staleness=4, **narrow) == 48
     assert mu_min(kappa=3, staleness=4, **narrow) == 96 / (2 * 2 - 3)
     assert mu_min(kappa=3, staleness=3, **narrow) == math.inf
+
+
+def test_work_in_hand_makes_rollouts_older_as_a_broadcast_does():
+    coarse = {"rollouts": 96, "t_train_s": 2.0, "t_bcast_s": 1.0, "t_work_s": 4.0}
+    assert mu_min(kappa=2, staleness=3, **coarse) == 96 / (2 * 2 - 3)
+    assert mu_min(kappa=2, staleness=4, **coarse) == 48
+    assert conservative_staleness(kappa=2, mu_pool=96, **coarse) == 3
+    times = {name: coarse[name] for name in ("t_train_s", "t_bcast_s", "t_work_s")}
+    assert min_staleness(**times) == 2
+    assert best_kappa(staleness=4, **times) == 2
+    assert step_s(kappa=2, staleness=3, mu_pool=48, **coarse) == 2 + 1.0 / 2 / 2
+
+
+def test_no_period_is_shorter_than_a_broadcast_or_longer_than_s():
+    def kappa(b):
+        return arriving_kappa(1, staleness=3, t_train_s=1.0, t_bcast_s=b)
+
+    assert [kappa(b) for b in (0.5, 1.5, 2.5, 9.5)] == [1, 2, 3, 3]
+    assert arriving_kappa(2, staleness=3, t_train_s=1.0, t_bcast_s=0.5) == 2
+
+
+def test_how_long_work_takes_is_the_gap_between_deliveries_of_what_came_together():
+    for together in (1, 4, 64):
+        work = WorkEstimator()
+        assert work.seconds == 0
+        for gap_s in ([6.0] + [0.0] * (together - 1)) * 10:
+            work.observe(gap_s)
+        assert work.seconds == pytest.approx(6.0)
+
+
+def test_a_plan_counts_what_workers_generate_at_once():
+    workers = [Candidate(f"w{i}", 1.0, 1.0) for i in range(40)]
+    asked = {"rollouts": 1000, "t_train_s": 100, "t_bcast_s": 50, "staleness": 1, "gamma": 1.0}
+    assert plan(Inputs(**asked), workers).mu_min == 1000 / (100 - 50)
+    coarse = plan(Inputs(**asked, at_once=20), workers)
+    assert coarse.mu_min == pytest.approx(1000 / (100 - 60))
+    assert len(coarse.workers) == 25
 
 
 def test_mu_min_is_infinite_where_versions_are_published_faster_than_they_arrive():
