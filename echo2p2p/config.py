@@ -148,7 +148,8 @@ class LearnerSettings(Section):
         "it; empty: no limit",
     )
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
-        None, description="publish every κ steps; empty: max(1, S − 1)"
+        None,
+        description="publish every κ steps, or as often as versions can arrive if that is less; empty: max(1, S − 1)",
     )
     publish: Literal["period", "adaptive"] = Field(
         "period",

