@@ -28,17 +28,19 @@ if HAS_VLLM:
     LONG = Sampling(temperature=2.0, max_new_tokens=400)
     SHORT = Sampling(temperature=0.0, max_new_tokens=4)
 
-    @pytest_asyncio.fixture(scope="module", loop_scope="session", params=["wait", "keep", "abort"])
-    async def in_flight(request, tmp_path_factory):
-        """An engine with that policy for what is in flight, and two snapshots that fit it."""
+    @pytest_asyncio.fixture(scope="module", loop_scope="session")
+    async def pair(tmp_path_factory):
+        """An engine, and two snapshots that fit it."""
         folders = [make_policy(tmp_path_factory.mktemp("policy"), seed=seed, **SHAPE) for seed in (1, 2)]
         models = [build_model(folder, dtype=None, device="cpu", weights=True) for folder in folders]
-        engine = build("vllm", folders[0], in_flight=request.param)
-        yield request.param, engine, [from_state_dict(model.state_dict()) for model in models]
+        engine = build("vllm", folders[0])
+        yield engine, [from_state_dict(model.state_dict()) for model in models]
         await engine.close()
 
-    async def test_a_swap_does_to_requests_in_flight_what_was_asked_for(in_flight):
-        how, engine, (one, two) = in_flight
+    @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
+    async def test_a_swap_does_to_requests_in_flight_what_was_asked_for(pair, how, monkeypatch):
+        engine, (one, two) = pair
+        monkeypatch.setattr(engine, "_in_flight", how)
         await engine.install(one, 0)
         await engine.generate([[5, 6]], n_samples=1, sampling=SHORT, seed=0)
         swap = await engine.stage(two, 1)
@@ -61,8 +63,8 @@ if HAS_VLLM:
         assert (after.version_min, after.version_max) == (1, 1)
         assert await engine.fingerprint() == two.fingerprint()
 
-    async def test_a_write_that_fails_leaves_the_old_version_whole(in_flight, monkeypatch):
-        _, engine, (one, two) = in_flight
+    async def test_a_write_that_fails_leaves_the_old_version_whole(pair, monkeypatch):
+        engine, (one, two) = pair
         version = engine.version + 1
         await engine.install(one, version)
         before = await engine.generate([[5, 6, 7]], n_samples=1, sampling=SHORT, seed=0)
