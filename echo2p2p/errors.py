@@ -25,7 +25,8 @@
     │   └── OutOfMemory
     ├── BudgetSpent               8   provisioning.budget_usd is used up
     ├── EngineError                   the inference engine could not generate or install
-    │   └── Interrupted               it was told to give up what it generated for a newer version
+    │   └── Interrupted               what it was generating is lost; the same prompts may be tried again
+    ├── EngineLost                9   its processes end again and again
     └── TaskError                     a task raised where it must not
 
 The message says what happened and with which value; ``hint`` says what to do about it.
@@ -144,6 +145,10 @@ class EngineError(Echo2p2pError):
 
 class Interrupted(EngineError):  # noqa: N818 - reads as the state it reports
     pass
+
+
+class EngineLost(Echo2p2pError):  # noqa: N818
+    exit_code = 9
 
 
 class TaskError(Echo2p2pError):

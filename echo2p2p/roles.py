@@ -429,12 +429,12 @@ def _build_engine(
             (run_dir.policy / name).write_bytes(assets[name])
         else:
             (run_dir.policy / name).unlink(missing_ok=True)
-    return _engine(settings.worker, run_dir.policy), _scorer(
+    return make_engine(settings.worker, run_dir.policy), _scorer(
         run_dir.policy, make_task(task.name, seed=task.seed, options=task.options)
     )
 
 
-def _engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
+def make_engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
     """The engine that the settings name. Raises SettingsError if it is not installed."""
     device, threads = torch_device(options.device), options.threads or None
     if options.engine == "vllm":

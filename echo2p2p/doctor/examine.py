@@ -30,7 +30,7 @@ async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[
     """Everything that a stranger needs before joining, checked one after another.
 
     Args:
-        settings: whose addresses, run folder, policy and device are looked at; the seed policy if they name none.
+        settings: whose addresses, run folder, policy and engine are looked at; the seed policy if they name none.
         deadline_s: for each child process; a child that is late is ended.
         tell: called with every finding as it comes.
     """
@@ -44,7 +44,7 @@ async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[
         note(await asyncio.to_thread(within, name, check))
     order = Order(
         str(settings.policy.path or SEED_POLICY),
-        settings.worker.device,
+        settings.worker.model_dump(mode="json"),
         settings.swarm.initial_peers,
         settings.swarm.host_maddrs,
         settings.swarm.announce_maddrs,
@@ -68,6 +68,7 @@ def _quick(settings: Settings) -> dict[str, Callable[[], Finding]]:
     return {
         "python": machine.python,
         "packages": machine.packages,
+        "vllm": lambda: machine.vllm(settings.worker.engine),
         "memory": lambda: machine.memory(nbytes),
         "disk": lambda: machine.disk(
             settings.run_dir or Path("runs"),

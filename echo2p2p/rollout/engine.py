@@ -74,8 +74,9 @@ class InferenceEngine(Protocol):
 
         Raises:
             OutOfMemory: the batch does not fit; the engine stays usable.
-            Interrupted: a swap ended the call.
+            Interrupted: a swap, or the death of the engine's processes, ended the call; the next one may succeed.
             EngineError: no version is installed, or the engine failed.
+            EngineLost: its processes could not be brought back; so all methods but :meth:`close`.
         """
         ...
 

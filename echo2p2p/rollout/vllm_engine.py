@@ -8,25 +8,28 @@ Guarantees:
 * What is installed is what vLLM computes with: words are written to and read back from its own parameters, where its
   own weight loaders would put them; a model of which that does not hold for every word is refused.
 * Generation stands still for the write alone. Every cache of the version before is dropped before it goes on.
+* If vLLM's processes end, they are started again with the version that they held; after ``RESTARTS_S`` in vain, or
+  without anything generated in between, the engine is lost.
 * Nothing is left when this process ends, however it does: no process, no thread, no file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from echo2p2p.config import VLLMSettings
 from echo2p2p.data.policy import eos_token_ids, load_config, max_positions
 from echo2p2p.data.trajectory import Sampling
-from echo2p2p.errors import EngineError, Interrupted
+from echo2p2p.errors import EngineError, EngineLost, Interrupted, OutOfMemory
 from echo2p2p.rollout.engine import Completion, Swap
 from echo2p2p.rollout.vllm_process import (
     Prepared,
@@ -35,9 +38,15 @@ from echo2p2p.rollout.vllm_process import (
     open_process,
     require_vllm,
     shut_down,
-    typed_error,
 )
-from echo2p2p.weights.snapshot import Snapshot
+from echo2p2p.weights.snapshot import Layout, Snapshot
+
+log = logging.getLogger("echo2p2p.worker")
+
+T = TypeVar("T")
+
+RESTARTS_S = (1.0, 10.0, 60.0)
+"""Seconds between the end of vLLM's processes and each attempt to start them again."""
 
 InFlight = Literal["wait", "keep", "abort"]
 """What a swap does to requests that are being generated: let them finish first; freeze them and let the new version
@@ -53,8 +62,8 @@ class _Staged:
 
     snapshot: Snapshot
     version: int
-    base: Snapshot | None
-    prepared: Prepared | None
+    base: Snapshot | None = None
+    prepared: Prepared | None = None
 
 
 class VLLMEngine:
@@ -66,6 +75,7 @@ class VLLMEngine:
         in_flight: what a swap does to requests that are being generated.
         device: ``cpu`` or ``cuda``; a vLLM build knows only one of them.
         threads: of a CPU's compute, for each rank; None leaves it to vLLM.
+        restarts_s: seconds before each attempt to bring vLLM back.
 
     Raises:
         SettingsError: the folder is no usable policy, or vLLM is not installed.
@@ -79,6 +89,7 @@ class VLLMEngine:
         in_flight: InFlight = "wait",
         device: str = "cpu",
         threads: int | None = None,
+        restarts_s: Sequence[float] = RESTARTS_S,
     ) -> None:
         require_vllm()
         config = load_config(policy_dir)
@@ -87,16 +98,18 @@ class VLLMEngine:
         self._in_flight: InFlight = in_flight
         self._device = device
         self._threads = threads
+        self._restarts_s = restarts_s
+        self._restarts = 0
         self._eos = sorted(eos_token_ids(policy_dir))
         self._vocabulary = int(config.vocab_size)
         self._max_positions = min(max_positions(config), options.max_sequence_tokens or 2**31)
         self._running: VLLMProcess | None = None
-        self._starting = asyncio.Lock()
+        self._life = asyncio.Lock()
         self._weights = asyncio.Lock()
         self._snapshot: Snapshot | None = None
         self._version = -1
         self._requests = 0
-        self._closed = False
+        self._closed = asyncio.Event()
 
     @property
     def overlaps(self) -> bool:
@@ -116,9 +129,12 @@ class VLLMEngine:
         its requests leave vLLM.
 
         Raises:
-            EngineError: also if vLLM cannot sample at this temperature, or a swap ended the requests.
+            Interrupted: a swap ended the requests, or vLLM's processes did.
+            EngineError: also if vLLM cannot sample at this temperature.
+            EngineLost: they do so again and again.
         """
-        running = self._check(prompts, sampling)
+        running = await self._alive()
+        self._check(running, prompts, sampling)
         seeds = random.Random(seed)
         parameters = [self._parameters(n_samples, sampling, seeds.getrandbits(62)) for _ in prompts]
         requests = [
@@ -127,6 +143,7 @@ class VLLMEngine:
         ]
         try:
             done = await asyncio.gather(*requests)
+            self._restarts = 0
             # vLLM samples a greedy prompt no more than once.
             return [completions * (n_samples // len(completions)) for completions in done]
         finally:
@@ -138,7 +155,7 @@ class VLLMEngine:
         """Get ``version`` ready beside generation; see the protocol. The first one starts vLLM."""
         running = await self._started(snapshot, version)
         base = self._snapshot
-        staged = _Staged(snapshot, version, None, None)
+        staged = _Staged(snapshot, version)
         if base is not None:
             prepared = await asyncio.to_thread(running.prepare, base, snapshot)
             staged = _Staged(snapshot, version, base, prepared)
@@ -150,19 +167,18 @@ class VLLMEngine:
 
     async def fingerprint(self) -> str:
         """Of what vLLM's parameters really hold; see the protocol."""
-        running = self._alive()
         async with self._weights:
-            return await running.read_back()
+            return await self._surviving(VLLMProcess.read_back)
 
     async def install(self, snapshot: Snapshot, version: int) -> str:
         """Write all of ``version``; see the protocol."""
         await self._started(snapshot, version)
-        return await self._swap(_Staged(snapshot, version, None, None), prove=True)
+        return await self._swap(_Staged(snapshot, version), prove=True)
 
     async def close(self) -> None:
         """End vLLM and its processes; requests under way fail."""
-        self._closed = True
-        async with self._starting:
+        self._closed.set()
+        async with self._life:
             running, self._running = self._running, None
             if running is not None:
                 await asyncio.to_thread(running.shut_down)
@@ -170,8 +186,7 @@ class VLLMEngine:
 
     # --- one request ----------------------------------------------------------------------------------
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> VLLMProcess:
-        running = self._alive()
+    def _check(self, running: VLLMProcess, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         if self._version < 0:
             raise EngineError("no policy version is installed", hint="install a snapshot first")
         if sampling.temperature and not _LOWEST <= sampling.temperature <= _HIGHEST:
@@ -194,7 +209,6 @@ class VLLMEngine:
                     f"{self._max_positions} that the engine allows",
                     hint="lower max_new_tokens",
                 )
-        return running
 
     def _parameters(self, n_samples: int, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
@@ -218,14 +232,12 @@ class VLLMEngine:
     ) -> list[Completion]:
         oldest = self._version
         self._requests += 1
-        name, final = f"{id(self)}-{self._requests}", None
         try:
-            async for output in running.llm.generate(
-                {"type": "token", "prompt_token_ids": list(prompt)}, parameters, request_id=name
-            ):
-                final = output
-        except Exception as error:
-            raise typed_error(error, "vLLM could not generate") from error
+            final = await running.generate(prompt, parameters, f"{id(self)}-{self._requests}")
+        except (EngineError, OutOfMemory) as error:
+            if running.is_dead:
+                raise Interrupted("vLLM's processes have ended", hint="they are started again") from error
+            raise
         if final is None:
             raise EngineError("vLLM ended a request without an answer")
         return [self._completion(each, oldest) for each in final.outputs]
@@ -247,24 +259,29 @@ class VLLMEngine:
 
     async def _swap(self, staged: _Staged, *, prove: bool) -> str:
         """Once begun it is finished, whoever gives up waiting."""
-        return await asyncio.shield(asyncio.ensure_future(self._swap_whole(self._alive(), staged, prove)))
+        expected = await asyncio.to_thread(staged.snapshot.fingerprint) if prove else ""
 
-    async def _swap_whole(self, running: VLLMProcess, staged: _Staged, prove: bool) -> str:
-        held, expected = "", ""
-        if prove:
-            expected = await asyncio.to_thread(staged.snapshot.fingerprint)
-        async with self._weights, self._paused(running):
+        async def whole() -> str:
+            async with self._weights:
+                return await self._surviving(lambda running: self._swap_in(running, staged, expected))
+
+        return await asyncio.shield(asyncio.ensure_future(whole()))
+
+    async def _swap_in(self, running: VLLMProcess, staged: _Staged, expected: str) -> str:
+        """Without ``expected``, the fingerprint, nothing is proven."""
+        held = ""
+        async with self._paused(running):
             done = False
             try:
                 if staged.prepared is not None and staged.base is self._snapshot:
                     await running.write(staged.prepared)
                 else:
                     await running.write_all(staged.snapshot)
-                held = await running.read_back() if prove else ""
+                held = await running.read_back() if expected else ""
                 # No token of the new version may see what the old one has computed.
-                done = held == expected and await running.llm.reset_prefix_cache(reset_running_requests=True)
+                done = held == expected and await running.drop_caches()
             finally:
-                if not done and self._snapshot is not None:
+                if not done and self._snapshot is not None and not running.is_dead:
                     await running.write_all(self._snapshot)
             if held != expected:
                 raise EngineError(
@@ -278,29 +295,70 @@ class VLLMEngine:
 
     @asynccontextmanager
     async def _paused(self, running: VLLMProcess) -> AsyncIterator[None]:
-        try:
-            await running.llm.pause_generation(mode=self._in_flight, clear_cache=False)
-        except Exception as error:
-            raise typed_error(error, "vLLM could not be paused") from error
+        await running.pause(self._in_flight)
         try:
             yield
         finally:
-            await running.llm.resume_generation()
+            if not running.is_dead:
+                await running.resume()
 
     # --- vLLM itself ----------------------------------------------------------------------------------
 
-    def _alive(self) -> VLLMProcess:
-        if self._closed:
+    async def _alive(self) -> VLLMProcess:
+        """vLLM, brought back if its processes have ended. Raises EngineError, EngineLost."""
+        if self._closed.is_set():
             raise EngineError("the engine is closed")
-        if self._running is None:
-            raise EngineError("no policy version is installed", hint="install a snapshot first")
-        if self._running.llm.errored:
-            raise EngineError("vLLM's process has ended", hint="start the worker again")
-        return self._running
+        async with self._life:
+            if self._running is None:
+                raise EngineError("no policy version is installed", hint="install a snapshot first")
+            while self._running.is_dead:
+                await self._bring_back(self._running)
+            return self._running
+
+    async def _surviving(self, work: Callable[[VLLMProcess], Awaitable[T]]) -> T:
+        """``work``, begun anew if vLLM's processes end meanwhile."""
+        while True:
+            running = await self._alive()
+            try:
+                return await work(running)
+            except EngineError:
+                if not running.is_dead:
+                    raise
+
+    async def _bring_back(self, dead: VLLMProcess) -> None:
+        """One attempt. Raises EngineLost: there were too many without anything generated in between."""
+        if self._restarts >= len(self._restarts_s):
+            raise EngineLost(
+                f"vLLM's processes have ended {self._restarts + 1} times in a row",
+                hint="see what they said; if it is memory, lower worker.vllm.memory_share or max_sequences",
+            )
+        wait_s = self._restarts_s[self._restarts]
+        self._restarts += 1
+        log.error(
+            "vLLM's processes have ended; attempt %d of %d to start them again in %.0f s",
+            self._restarts,
+            len(self._restarts_s),
+            wait_s,
+        )
+        await asyncio.to_thread(dead.shut_down)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), wait_s)
+            raise EngineError("the engine is closed")
+        try:
+            self._running = await self._launched(dead.layout)
+        except (EngineError, OutOfMemory) as error:
+            log.error("vLLM could not be started again: %s", error)
+            return
+        log.warning("vLLM runs again, with version %d", self._version)
 
     async def _started(self, snapshot: Snapshot, version: int) -> VLLMProcess:
         """vLLM, started for ``snapshot`` if need be. Raises EngineError: it runs, and the snapshot does not fit."""
-        running = await self._start(snapshot)
+        if self._closed.is_set():
+            raise EngineError("the engine is closed")
+        async with self._life:
+            if self._running is None:
+                self._running = await self._launched(snapshot.layout)
+        running = await self._alive()
         if snapshot.layout != running.layout:
             raise EngineError(
                 f"version {version} has other tensors than the engine was started with",
@@ -308,28 +366,30 @@ class VLLMEngine:
             )
         return running
 
-    async def _start(self, snapshot: Snapshot) -> VLLMProcess:
-        if self._closed:
-            raise EngineError("the engine is closed")
-        async with self._starting:
-            if self._running is not None:
-                return self._alive()
-            dtypes = {spec.dtype for spec in snapshot.layout.tensors if "float" in spec.dtype}
-            if len(dtypes) != 1:
-                raise EngineError(f"a snapshot in {', '.join(sorted(dtypes)) or 'no float'} fits no engine")
-            [dtype] = dtypes
-            llm = await asyncio.to_thread(
-                launch,
-                self._folder,
-                self._options,
-                dtype=dtype,
-                max_positions=self._max_positions,
-                device=self._device,
-                threads=self._threads,
-            )
-            try:
-                self._running = await open_process(llm, snapshot.layout)
-            finally:
-                if self._running is None:
-                    await asyncio.to_thread(shut_down, llm)
-            return self._running
+    async def _launched(self, layout: Layout) -> VLLMProcess:
+        """vLLM, just started, holding the version that was swapped in last, if there is one."""
+        dtypes = {spec.dtype for spec in layout.tensors if "float" in spec.dtype}
+        if len(dtypes) != 1:
+            raise EngineError(f"a snapshot in {', '.join(sorted(dtypes)) or 'no float'} fits no engine")
+        [dtype] = dtypes
+        llm = await asyncio.to_thread(
+            launch,
+            self._folder,
+            self._options,
+            dtype=dtype,
+            max_positions=self._max_positions,
+            device=self._device,
+            threads=self._threads,
+        )
+        complete = False
+        try:
+            running = await open_process(llm, layout)
+            if self._snapshot is not None:
+                await running.write_all(self._snapshot)
+                if await running.read_back() != await asyncio.to_thread(self._snapshot.fingerprint):
+                    raise EngineError(f"vLLM does not hold version {self._version} as it was written")
+            complete = True
+        finally:
+            if not complete:
+                await asyncio.to_thread(shut_down, llm)
+        return running

@@ -11,10 +11,10 @@ import inspect
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,9 +24,13 @@ from echo2p2p.rollout.places import Piece, Place, ReadBack, Writes, buckets, che
 from echo2p2p.rollout.shared_memory import SharedMemory
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot
 
+T = TypeVar("T")
+
 OWNER = "ECHO2P2P_VLLM_OWNER"
 """Environment: the process whose end ends vLLM's."""
 _SHUTDOWN_S = 2.0
+_LOOK_S = 0.5
+"""How often it is looked whether vLLM's processes still live, while they owe an answer."""
 _CPU_STEP_TOKENS = 4096
 """So many tokens, or one sequence, go through the model in a step on a CPU."""
 _EXTENSION = "echo2p2p.rollout.vllm_worker.WorkerExtension"
@@ -63,6 +67,40 @@ class VLLMProcess:
     layout: Layout
     ranks: tuple[tuple[Place, ...], ...]
     whole_vocabulary: bool
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its processes have ended, or are ending."""
+        return bool(self.llm.errored)
+
+    async def generate(self, prompt: Sequence[int], parameters: Any, name: str) -> Any:
+        """vLLM's final output for ``prompt``; None if there is none. Raises EngineError, OutOfMemory."""
+
+        async def final() -> Any:
+            last = None
+            async for output in self.llm.generate(
+                {"type": "token", "prompt_token_ids": list(prompt)}, parameters, request_id=name
+            ):
+                last = output
+            return last
+
+        return await _answer(self.llm, final(), "generate")
+
+    async def pause(self, in_flight: str) -> None:
+        """Let nothing be generated, once what is being generated has been dealt with. Raises EngineError."""
+        await _answer(self.llm, self.llm.pause_generation(mode=in_flight, clear_cache=False), "be paused")
+
+    async def resume(self) -> None:
+        """Undo :meth:`pause`."""
+        await _answer(self.llm, self.llm.resume_generation(), "go on")
+
+    async def drop_caches(self) -> bool:
+        """Forget all keys and values that were computed; whether that worked. Raises EngineError."""
+        return bool(
+            await _answer(
+                self.llm, self.llm.reset_prefix_cache(reset_running_requests=True), "drop its caches"
+            )
+        )
 
     def prepare(self, base: Snapshot, new: Snapshot) -> Prepared:
         """What :meth:`write` has to write over ``base`` for ``new``; blocks for a pass over both.
@@ -199,11 +237,25 @@ def typed_error(error: BaseException, what: str) -> EngineError | OutOfMemory:
 
 
 async def _call(llm: Any, method: str, *arguments: Any) -> list[Any]:
-    try:
-        answers: list[Any] = await llm.collective_rpc(f"echo2p2p_{method}", args=arguments)
-    except Exception as error:  # vLLM hands on whatever its workers raised as a bare Exception
-        raise typed_error(error, f"vLLM could not {method}") from error
+    answers: list[Any] = await _answer(llm, llm.collective_rpc(f"echo2p2p_{method}", args=arguments), method)
     return answers
+
+
+async def _answer(llm: Any, question: Coroutine[Any, Any, T], what: str) -> T:
+    """What vLLM's processes answer; vLLM itself would wait for it for ever once they are dead."""
+    asked = asyncio.ensure_future(question)
+    try:
+        while not (await asyncio.wait((asked,), timeout=_LOOK_S))[0] and not llm.errored:
+            pass
+        if not asked.done() or asked.cancelled():
+            raise EngineError(f"vLLM could not {what}: its processes have ended")
+        return asked.result()
+    except EngineError:
+        raise
+    except Exception as error:  # vLLM hands on whatever its workers raised as a bare Exception
+        raise typed_error(error, f"vLLM could not {what}") from error
+    finally:
+        asked.cancel()
 
 
 def _encoded(pieces: Iterable[Piece]) -> bytes:

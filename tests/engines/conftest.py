@@ -1,12 +1,14 @@
 """The engines that are held to the protocol: transformers everywhere, vLLM where it is installed.
 
-An engine lives for the whole session, since vLLM takes seconds to start; tests install what they need.
+An engine lives for the whole session, since vLLM takes seconds to start; tests install what they need. Those marked
+``every_layout`` are about where weights lie, and run for untied policies and for two ranks as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 import torch
 from engine_bench import HAS_VLLM, SHAPE, Bench, Policy, build
@@ -15,19 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from echo2p2p.weights.snapshot import from_state_dict
 
-KINDS = [
-    ("transformers", True),
-    ("transformers", False),
-    *([("vllm", True), ("vllm", False), ("vllm, two ranks", True)] if HAS_VLLM else []),
-]
+KINDS = [("transformers", True), *([("vllm", True)] if HAS_VLLM else [])]
+LAYOUTS = [("transformers", False), *([("vllm", False), ("vllm, two ranks", True)] if HAS_VLLM else [])]
 
 
-@pytest_asyncio.fixture(
-    scope="session",
-    loop_scope="session",
-    params=KINDS,
-    ids=[f"{kind}-{'tied' if tied else 'untied'}" for kind, tied in KINDS],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "bench" in metafunc.fixturenames:
+        kinds = KINDS + (LAYOUTS if metafunc.definition.get_closest_marker("every_layout") else [])
+        ids = [f"{kind}-{'tied' if tied else 'untied'}" for kind, tied in kinds]
+        metafunc.parametrize("bench", kinds, ids=ids, indirect=True, scope="session")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def bench(request, tmp_path_factory) -> AsyncIterator[Bench]:
     kind, tied = request.param
     policies = []

