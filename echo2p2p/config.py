@@ -21,6 +21,8 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$")]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -48,9 +50,21 @@ class SwarmSettings(Section):
 class TaskSettings(Section):
     """What is trained on."""
 
-    name: RunName = Field("strings", description="name of the task")
+    name: TaskName = Field(
+        "strings",
+        description="name of the task, or module:Factory; a worker runs the latter only if it says so too",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="decides every prompt")
     options: dict[str, str | int | float | bool] = Field({}, description="what the task itself understands")
+    reward: str = Field(
+        "",
+        description="path.py:function that scores in place of the task; workers need the same file and name it",
+    )
+    reward_timeout_s: Positive = Field(
+        10, description="a reward of one's own, or a library's, may take so long"
+    )
+    reward_memory_gib: Positive = Field(2, description="and so much address space")
+    chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
 
 
 class PolicySettings(Section):

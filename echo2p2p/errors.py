@@ -27,6 +27,7 @@
     ├── EngineError                   the inference engine could not generate or install
     │   └── Interrupted               it was told to give up what it generated for a newer version
     └── TaskError                     a task raised where it must not
+        └── RewardFailed              a reward of somebody's own raised, died or took too long
 
 The message says what happened and with which value; ``hint`` says what to do about it.
 The command line prints both in one line and leaves with ``exit_code``.
@@ -147,4 +148,8 @@ class Interrupted(EngineError):  # noqa: N818 - reads as the state it reports
 
 
 class TaskError(Echo2p2pError):
+    pass
+
+
+class RewardFailed(TaskError):  # noqa: N818
     pass

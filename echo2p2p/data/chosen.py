@@ -1,0 +1,147 @@
+"""The task that a run's settings choose, on both sides: what the learner says of it, and how a worker builds it.
+
+Guarantees: a worker runs no code but what is installed under a task's name or named in its own settings; and nothing
+is rolled out where learner and worker hold different files or libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from echo2p2p.data.sandbox import Sandbox, SandboxLimits
+from echo2p2p.data.task import TRAIN, Task, TurnTask, make_task
+from echo2p2p.data.work import TaskSpec
+from echo2p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from echo2p2p.config import TaskSettings
+
+LOCAL_OPTIONS = ("path",)
+"""Options that say where this machine keeps something. A pin says what it must be."""
+
+
+class RewardedTask:
+    """A task whose completions are scored by somebody's own function: (prompt, completion, answer) to a number.
+
+    ``answer`` is the task's own, empty where it has none.
+    """
+
+    def __init__(self, task: Task, sandbox: Sandbox) -> None:
+        self._task = task
+        self._sandbox = sandbox
+
+    @property
+    def name(self) -> str:
+        return self._task.name
+
+    @property
+    def pins(self) -> Mapping[str, str]:
+        return {**pins_of(self._task), "reward": self._sandbox.digest}
+
+    def prompt(self, index: int, split: str = TRAIN) -> str:
+        return self._task.prompt(index, split)
+
+    def answer(self, index: int, split: str = TRAIN) -> str:
+        return self._task.answer(index, split)
+
+    def reward(self, index: int, completion: str, split: str = TRAIN) -> float:
+        """Raises RewardFailed where the function gives no number in time."""
+        prompt, answer = self._task.prompt(index, split), self._task.answer(index, split)
+        return self._sandbox.call(prompt, completion, answer)
+
+    def close(self) -> None:
+        close(self._task)
+        self._sandbox.close()
+
+
+class _RewardedTurnTask(RewardedTask):
+    """The same for episodes: ``completion`` is the model's turns, one below the other."""
+
+    def __init__(self, task: Task, sandbox: Sandbox) -> None:
+        super().__init__(task, sandbox)
+        assert isinstance(task, TurnTask)
+        self._turns: TurnTask = task
+        self.max_turns, self.turn_tokens = task.max_turns, task.turn_tokens
+
+    def respond(self, index: int, actions: Sequence[str], split: str = TRAIN) -> str | None:
+        return self._turns.respond(index, actions, split)
+
+    def episode_reward(self, index: int, actions: Sequence[str], split: str = TRAIN) -> float:
+        return self.reward(index, "\n".join(actions), split)
+
+
+def choose(settings: TaskSettings) -> tuple[TaskSpec, Task]:
+    """The learner's side: the task of ``settings``, ready to score, and what workers are told of it. Blocks.
+
+    Raises:
+        SettingsError: there is no such task, it refuses an option, or the reward cannot be used.
+    """
+    task = _make(settings.name, settings.seed, settings.options, settings)
+    function = settings.reward.rpartition(":")[2]
+    spec = TaskSpec(
+        settings.name, settings.seed, settings.options, function, settings.chat_template, dict(pins_of(task))
+    )
+    return spec, task
+
+
+def build(spec: TaskSpec, own: TaskSettings) -> Task:
+    """A worker's side: the run's task, from the learner's word and the worker's ``own`` settings. Blocks.
+
+    Raises:
+        SettingsError: the worker does not have or does not allow what the run needs, or holds something else.
+    """
+    if ":" in spec.name and own.name != spec.name:
+        raise SettingsError(
+            f"the run's task is {spec.name}, code that this worker has not been told to run",
+            hint=f"install its package, and set task.name = {spec.name!r} if you trust it",
+        )
+    if spec.reward and own.reward.rpartition(":")[2] != spec.reward:
+        raise SettingsError(
+            f"the run has a reward of its own, {spec.reward}, which this worker has not been told to run",
+            hint=f"get its file, and set task.reward = 'path.py:{spec.reward}' if you trust it",
+        )
+    local = {
+        name: own.options[name] for name in LOCAL_OPTIONS if name in spec.options and name in own.options
+    }
+    reward = own.reward if spec.reward else ""
+    task = _make(spec.name, spec.seed, {**spec.options, **local}, own.model_copy(update={"reward": reward}))
+    held = pins_of(task)
+    for name in sorted({*held, *spec.pins}):
+        if held.get(name) != spec.pins.get(name):
+            close(task)
+            raise SettingsError(
+                f"the learner's {name} of task {spec.name} is {_shown(spec.pins.get(name))}, "
+                f"this worker's is {_shown(held.get(name))}",
+                hint="both need the same",
+            )
+    return task
+
+
+def pins_of(task: Task) -> Mapping[str, str]:
+    """What worker and learner must hold alike for ``task``."""
+    pins: Mapping[str, str] = getattr(task, "pins", {})
+    return pins
+
+
+def close(task: Task) -> None:
+    """End what ``task`` has started."""
+    end = getattr(task, "close", None)
+    if end is not None:
+        end()
+
+
+def _make(name: str, seed: int, options: Mapping[str, str | int | float | bool], own: TaskSettings) -> Task:
+    task = make_task(name, seed=seed, options=options)
+    if not own.reward:
+        return task
+    sandbox = Sandbox(
+        own.reward,
+        SandboxLimits(call_s=own.reward_timeout_s, memory_bytes=int(own.reward_memory_gib * 2**30)),
+    )
+    sandbox.start()
+    return _RewardedTurnTask(task, sandbox) if isinstance(task, TurnTask) else RewardedTask(task, sandbox)
+
+
+def _shown(pin: str | None) -> str:
+    return pin[:16] if pin else "missing"
