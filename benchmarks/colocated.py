@@ -33,7 +33,7 @@ async def train(settings: Settings, *, lag: int = 0, say: Callable[[str], None] 
         say: told each evaluation.
     """
     options = settings.learner
-    scorer, trainer, engine = load_policy(settings, None)
+    _, scorer, trainer, engine = load_policy(settings, None)
     sampling = Sampling(options.temperature, options.top_p, options.max_new_tokens)
     evaluate = Evaluator(engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed)
     rng = random.Random(f"{settings.seed} colocated")

@@ -60,9 +60,7 @@ class TaskSettings(Section):
         "",
         description="path.py:function that scores in place of the task; workers need the same file and name it",
     )
-    reward_timeout_s: Positive = Field(
-        10, description="a reward of one's own, or a library's, may take so long"
-    )
+    reward_timeout_s: Positive = Field(10, description="a reward of one's own may take so many seconds")
     reward_memory_gib: Positive = Field(2, description="and so much address space")
     chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
 

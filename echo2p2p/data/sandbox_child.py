@@ -5,8 +5,8 @@ Usage: sandbox_child.py FD TARGET MEMORY_BYTES START_S CALL_S, with FD one end o
 goes back is ``{"value": …}`` or ``{"error": "…"}``; the first one says that the function was loaded.
 
 Before the function's module is loaded the process gives up the network (where the kernel lets it), writing files,
-core dumps, and memory above its limit. A call that lasts too long is ended by a signal that the process has set on itself,
-so that it does not outlive a parent that was killed.
+core dumps, and memory above its limit. A call that lasts too long is ended by a signal that the process has set on
+itself, so that it does not outlive a parent that was killed.
 """
 
 from __future__ import annotations
