@@ -47,6 +47,15 @@ class SwarmSettings(Section):
     )
 
 
+class StageSettings(Section):
+    """A stage of a curriculum."""
+
+    start: Annotated[int, Field(ge=1, le=2**53)] = Field(
+        description="index of the first prompt that it holds for"
+    )
+    options: dict[str, str | int | float | bool] = Field({}, description="task options that change with it")
+
+
 class TaskSettings(Section):
     """What is trained on."""
 
@@ -56,6 +65,10 @@ class TaskSettings(Section):
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="decides every prompt")
     options: dict[str, str | int | float | bool] = Field({}, description="what the task itself understands")
+    stages: tuple[StageSettings, ...] = Field(
+        (),
+        description="options that change as the run goes on, by a prompt's index; held-out prompts are the last's",
+    )
     reward: str = Field(
         "",
         description="path.py:function that scores in place of the task; workers need the same file and name it",

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from echo2p2p.data.curriculum import staged
 from echo2p2p.data.sandbox import Sandbox, SandboxLimits
 from echo2p2p.data.task import TRAIN, Task, TurnTask, make_task
-from echo2p2p.data.work import TaskSpec
+from echo2p2p.data.work import Stage, TaskSpec
 from echo2p2p.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -77,12 +80,16 @@ def choose(settings: TaskSettings) -> tuple[TaskSpec, Task]:
     Raises:
         SettingsError: there is no such task, it refuses an option, or the reward cannot be used.
     """
-    task = _make(settings.name, settings.seed, settings.options, settings)
-    function = settings.reward.rpartition(":")[2]
     spec = TaskSpec(
-        settings.name, settings.seed, settings.options, function, settings.chat_template, dict(pins_of(task))
+        settings.name,
+        settings.seed,
+        settings.options,
+        stages=[Stage(stage.start, stage.options) for stage in settings.stages],
+        reward=settings.reward.rpartition(":")[2],
+        chat_template=settings.chat_template,
     )
-    return spec, task
+    task = _make(spec, {}, settings)
+    return msgspec.structs.replace(spec, pins=dict(pins_of(task))), task
 
 
 def build(spec: TaskSpec, own: TaskSettings) -> Task:
@@ -105,7 +112,7 @@ def build(spec: TaskSpec, own: TaskSettings) -> Task:
         name: own.options[name] for name in LOCAL_OPTIONS if name in spec.options and name in own.options
     }
     reward = own.reward if spec.reward else ""
-    task = _make(spec.name, spec.seed, {**spec.options, **local}, own.model_copy(update={"reward": reward}))
+    task = _make(spec, local, own.model_copy(update={"reward": reward}))
     held = pins_of(task)
     for name in sorted({*held, *spec.pins}):
         if held.get(name) != spec.pins.get(name):
@@ -131,8 +138,13 @@ def close(task: Task) -> None:
         end()
 
 
-def _make(name: str, seed: int, options: Mapping[str, str | int | float | bool], own: TaskSettings) -> Task:
-    task = make_task(name, seed=seed, options=options)
+def _make(spec: TaskSpec, local: Mapping[str, str | int | float | bool], own: TaskSettings) -> Task:
+    """``local`` takes the place of the run's options."""
+    made = [
+        make_task(spec.name, seed=spec.seed, options={**spec.options, **stage.options, **local})
+        for stage in (Stage(0, {}), *spec.stages)
+    ]
+    task = staged([0, *(stage.start for stage in spec.stages)], made) if spec.stages else made[0]
     if not own.reward:
         return task
     sandbox = Sandbox(

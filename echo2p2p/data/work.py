@@ -36,11 +36,19 @@ TaskName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Z
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
+class Stage(msgspec.Struct, frozen=True):
+    """From prompt ``start`` on, these task options are others."""
+
+    start: Count
+    options: dict[str, str | int | float | bool]
+
+
 class TaskSpec(msgspec.Struct, frozen=True):
     """Which task the run trains on; enough to build it with :func:`echo2p2p.data.chosen.build`.
 
     Attributes:
         name: of a registered task, or ``module:Factory``.
+        stages: of the curriculum, after the first, for which ``options`` alone hold.
         reward: the function of the reward of one's own; empty for the task's.
         chat_template: whether prompts are wrapped with the tokenizer's chat template.
         pins: what both sides must hold alike, such as the digest of a file or the release of a library, by its name.
@@ -49,6 +57,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
     name: TaskName
     seed: Count
     options: dict[str, str | int | float | bool]
+    stages: Annotated[list[Stage], Meta(max_length=64)] = []
     reward: Annotated[str, Meta(max_length=128)] = ""
     chat_template: bool = False
     pins: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=128)]] = {}

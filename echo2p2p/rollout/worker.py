@@ -114,6 +114,7 @@ class Worker:
         self._life = 0
         self._no_room_since: float | None = None
         self._built_for: TaskSpec | None = None
+        self._assets: Mapping[str, bytes] = {}
         self._failures = 0
         self._retry_alone = 0
         self._batches = 0
@@ -278,8 +279,10 @@ class Worker:
                 self._found_room(record.version)
                 # What the learner signed is checked all the same: an engine that holds NaN rolls out nothing.
                 await self._clock.offload(partial(check_sound, fetched.snapshot))
-                if self._engine is None:
-                    self._built_for = self._session.task
+                if self._engine is not None:
+                    self._check_same_files(fetched.assets)
+                else:
+                    self._built_for, self._assets = self._session.task, fetched.assets
                     self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
             except UnsoundWeights as error:
                 log.error("version %d is not installed: %s", record.version, error)
@@ -299,6 +302,15 @@ class Worker:
             if life == self._life:
                 self._arrived = Arrived(fetched, swap, life)
                 self._wake.set()
+
+    def _check_same_files(self, assets: Mapping[str, bytes]) -> None:
+        """Raises SettingsError if the engine was built from another tokenizer, chat template or architecture."""
+        names = {*assets, *self._assets}
+        changed = sorted(name for name in names if assets.get(name) != self._assets.get(name))
+        if changed:
+            raise SettingsError(
+                f"the policy's {', '.join(changed)} has changed during the run", hint="start the worker again"
+            )
 
     def _wait_for_room(self, version: int, error: OutOfDisk) -> None:
         if self._no_room_since is None:
