@@ -63,8 +63,7 @@ class Learner:
 
     Args:
         assets: the policy's small files (config, tokenizer) by name; every worker builds its engine from them.
-        evaluate: scores snapshots on the held-out set; None to leave evaluation out.
-        task: as workers are told of it; None if the settings alone say it.
+        evaluate: scores snapshots on the held-out set. task: what workers are told of it. Both may be left out.
         state, journal: from one checkpoint, whose step the trainer must hold; None for a new run.
         just_in_time: as of the :class:`~echo2p2p.learning.dispatcher.Dispatcher`.
     """

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import torch
-from unit.policies import EOS, make_text_policy
+from policies import EOS, make_text_policy
 
 from echo2p2p.config import Settings
 from echo2p2p.data.chosen import build, choose
