@@ -50,9 +50,15 @@ def command(
     """
     if version != "latest" and not (version.isascii() and version.isdigit()):
         raise click.UsageError(f"VERSION is a number or 'latest', not {version!r}")
+    held_by_learner = (source / "checkpoints").is_dir()
+    if (source / "store").is_dir() and not (held_by_learner or files or name):
+        raise SettingsError(
+            f"{source} is a worker's folder, which does not say what the run trains on",
+            hint="name its settings with -c, or its task with --task",
+        )
     own = source / "config.resolved.toml"
     settings, layered = resolve_layers(
-        (*([own] if own.is_file() else []), *files), overrides, task={"name": name}
+        (*([own] if held_by_learner and own.is_file() else []), *files), overrides, task={"name": name}
     )
     if dry_run:
         print_settings(settings, layered)

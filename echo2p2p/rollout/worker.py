@@ -41,7 +41,7 @@ from echo2p2p.errors import (
 )
 from echo2p2p.rollout.engine import InferenceEngine
 from echo2p2p.rollout.episodes import roll_out
-from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher
+from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher, check_same_files
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.rollout.trial import Arrived, Prompt, Trial
 from echo2p2p.swarm.directory import Directory
@@ -280,7 +280,7 @@ class Worker:
                 # What the learner signed is checked all the same: an engine that holds NaN rolls out nothing.
                 await self._clock.offload(partial(check_sound, fetched.snapshot))
                 if self._engine is not None:
-                    self._check_same_files(fetched.assets)
+                    check_same_files(self._assets, fetched.assets)
                 else:
                     self._built_for, self._assets = self._session.task, fetched.assets
                     self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
@@ -302,15 +302,6 @@ class Worker:
             if life == self._life:
                 self._arrived = Arrived(fetched, swap, life)
                 self._wake.set()
-
-    def _check_same_files(self, assets: Mapping[str, bytes]) -> None:
-        """Raises SettingsError if the engine was built from another tokenizer, chat template or architecture."""
-        names = {*assets, *self._assets}
-        changed = sorted(name for name in names if assets.get(name) != self._assets.get(name))
-        if changed:
-            raise SettingsError(
-                f"the policy's {', '.join(changed)} has changed during the run", hint="start the worker again"
-            )
 
     def _wait_for_room(self, version: int, error: OutOfDisk) -> None:
         if self._no_room_since is None:

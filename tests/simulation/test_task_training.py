@@ -155,17 +155,18 @@ async def check_run(folder, chosen, tmp_path) -> list[dict]:
     return steps
 
 
-async def test_knights_and_knaves(tmp_path):
+async def test_knights_and_knaves_with_a_reward_of_one_s_own(tmp_path):
+    """The library pays for whole answers, which a policy of no sense never gives: here letters count as well."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def score(prompt, completion, answer):\n"
+        "    return len(set(completion) & set(answer)) / len(set(answer)) + (answer in completion)\n"
+    )
     folder = make_text_policy(tmp_path / "policy")
-    task = {
-        "name": "reasoning-gym",
-        "options": {"dataset": "knights_knaves", "n_people": 2, "extract": "whole"},
-    }
-    chosen = settings(task, max_new_tokens=64)
-    _, shown = choose(chosen.task)
-    imitate(folder, shown, lambda index: [shown.answer(index)], enough=0.2, steps=200)
-    steps = await check_run(folder, chosen, tmp_path)
-    assert max(event["reward_mean"] for event in steps) > 0
+    options = {"dataset": "knights_knaves", "n_people": 2, "extract": "whole"}
+    task = {"name": "reasoning-gym", "options": options, "reward": f"{rewards}:score"}
+    steps = await check_run(folder, settings(task, max_new_tokens=24), tmp_path)
+    assert all(0 < event["reward_mean"] < 1 for event in steps)
 
 
 async def test_sokoban(tmp_path):
@@ -179,5 +180,5 @@ async def test_no_limit_holdem(tmp_path):
     options = {"opponent": "tight", "turns": 4, "turn_tokens": 8}
     chosen = settings({"name": "holdem", "options": options}, max_new_tokens=400)
     _, shown = choose(chosen.task)
-    imitate(folder, shown, lambda _: ["fold", "call", "raise 6", "all-in"], enough=0.5, steps=60)
+    imitate(folder, shown, lambda _: ["fold", "call", "raise 6", "all-in"], enough=0.9, steps=25)
     await check_run(folder, chosen, tmp_path)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from policies import make_groups, make_policy, make_text_policy
+from policies import EOS, make_groups, make_policy, make_text_policy
 
 from echo2p2p.data.episode import is_replayed
 from echo2p2p.data.policy import load_config
@@ -17,11 +17,12 @@ from echo2p2p.data.scoring import TaskScorer
 from echo2p2p.data.task import make_task
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Group, Sampling, Trajectory, pack_logprobs
-from echo2p2p.errors import RewardFailed
+from echo2p2p.errors import RewardFailed, SettingsError
 from echo2p2p.learning.admission import Refusal, check_contents
 from echo2p2p.learning.batching import collate, rows_of
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
 from echo2p2p.rollout.episodes import roll_out
+from echo2p2p.rollout.following import check_same_files
 from echo2p2p.rollout.transformers_engine import TransformersEngine
 
 SETTINGS = TrainerSettings(learning_rate=1e-3, threads=1)
@@ -153,6 +154,39 @@ async def test_a_reward_that_cannot_be_computed_is_a_mark_and_no_lie(folder):
     assert not any(sample.failed for sample in checked.samples)
     [honest] = await rolled_out(folder, scorer, indices=[0], budget=4)
     assert all(sample.failed and sample.reward == 0 for sample in check(honest, failing, 4).samples)
+
+
+# --- from text to tokens -------------------------------------------------------------------------------
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_what_an_environment_says_is_wrapped_as_the_template_wraps_a_user_s_turn(tmp_path):
+    folder = make_text_policy(tmp_path / "policy")
+    (folder / "chat_template.jinja").write_text(CHAT)
+    chat, plain = PolicyTokenizer(folder, chat_template=True), PolicyTokenizer(folder)
+    [letter] = plain.encode_prompt("a")
+    wrapped = plain.encode_prompt("<user>go on")
+    assert chat.encode_prompt("go on")[: len(wrapped)] == wrapped
+    whole = chat.encode_turn("go on", after=letter)
+    assert whole[: len(wrapped) + 1] == [EOS, *wrapped]
+    assert chat.decode_completion(whole).endswith("<assistant>")
+    assert chat.encode_turn("go on", after=EOS) == whole[1:]  # an end that was sampled is not said again
+    assert plain.encode_turn("go on", after=letter) == plain.encode_prompt("go on")
+    with pytest.raises(SettingsError):
+        plain.encode_turn("", after=letter)
+
+
+def test_a_version_with_another_chat_template_is_not_rolled_out():
+    held = {"config.json": b"{}", "chat_template.jinja": b"one"}
+    check_same_files(held, dict(held))
+    with pytest.raises(SettingsError, match=r"chat_template\.jinja has changed"):
+        check_same_files(held, {**held, "chat_template.jinja": b"two"})
+    with pytest.raises(SettingsError, match=r"tokenizer\.json has changed"):
+        check_same_files(held, {**held, "tokenizer.json": b"{}"})
 
 
 # --- what is trained -----------------------------------------------------------------------------------

@@ -49,3 +49,12 @@ def test_what_is_no_policy_is_said_so(tmp_path):
     assert "neither a run folder nor a policy folder" in str(done.exception)
     done = CliRunner().invoke(command, [str(SEED_POLICY), "7", *OPTIONS])
     assert "has no versions" in str(done.exception)
+
+
+def test_a_worker_s_folder_needs_the_run_s_settings(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "config.resolved.toml").write_text("")
+    done = CliRunner().invoke(command, [str(tmp_path)])
+    assert "a worker's folder" in str(done.exception)
+    done = CliRunner().invoke(command, [str(tmp_path), "--task", "strings"])
+    assert "does not hold version None" in str(done.exception)
