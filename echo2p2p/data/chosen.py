@@ -7,7 +7,7 @@ is rolled out where learner and worker hold different files or libraries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -17,11 +17,41 @@ from echo2p2p.data.task import TRAIN, Task, TurnTask, make_task
 from echo2p2p.data.work import Stage, TaskSpec
 from echo2p2p.errors import SettingsError
 
-if TYPE_CHECKING:
-    from echo2p2p.config import TaskSettings
-
 LOCAL_OPTIONS = ("path",)
 """Options that say where this machine keeps something. A pin says what it must be."""
+
+
+Options = Mapping[str, str | int | float | bool]
+
+
+class StageChoice(Protocol):
+    """A stage of a curriculum in the settings."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def options(self) -> Options: ...
+
+
+class TaskChoice(Protocol):
+    """The section ``task`` of the settings, as far as it matters here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def stages(self) -> Sequence[StageChoice]: ...
+    @property
+    def reward(self) -> str: ...
+    @property
+    def reward_timeout_s(self) -> float: ...
+    @property
+    def reward_memory_gib(self) -> float: ...
+    @property
+    def chat_template(self) -> bool: ...
 
 
 class RewardedTask:
@@ -74,7 +104,7 @@ class _RewardedTurnTask(RewardedTask):
         return self.reward(index, "\n".join(actions), split)
 
 
-def choose(settings: TaskSettings) -> tuple[TaskSpec, Task]:
+def choose(settings: TaskChoice) -> tuple[TaskSpec, Task]:
     """The learner's side: the task of ``settings``, ready to score, and what workers are told of it. Blocks.
 
     Raises:
@@ -83,16 +113,16 @@ def choose(settings: TaskSettings) -> tuple[TaskSpec, Task]:
     spec = TaskSpec(
         settings.name,
         settings.seed,
-        settings.options,
-        stages=[Stage(stage.start, stage.options) for stage in settings.stages],
+        dict(settings.options),
+        stages=[Stage(stage.start, dict(stage.options)) for stage in settings.stages],
         reward=settings.reward.rpartition(":")[2],
         chat_template=settings.chat_template,
     )
-    task = _make(spec, {}, settings)
+    task = _make(spec, {}, settings, settings.reward)
     return msgspec.structs.replace(spec, pins=dict(pins_of(task))), task
 
 
-def build(spec: TaskSpec, own: TaskSettings) -> Task:
+def build(spec: TaskSpec, own: TaskChoice) -> Task:
     """A worker's side: the run's task, from the learner's word and the worker's ``own`` settings. Blocks.
 
     Raises:
@@ -111,8 +141,7 @@ def build(spec: TaskSpec, own: TaskSettings) -> Task:
     local = {
         name: own.options[name] for name in LOCAL_OPTIONS if name in spec.options and name in own.options
     }
-    reward = own.reward if spec.reward else ""
-    task = _make(spec, local, own.model_copy(update={"reward": reward}))
+    task = _make(spec, local, own, own.reward if spec.reward else "")
     held = pins_of(task)
     for name in sorted({*held, *spec.pins}):
         if held.get(name) != spec.pins.get(name):
@@ -138,17 +167,17 @@ def close(task: Task) -> None:
         end()
 
 
-def _make(spec: TaskSpec, local: Mapping[str, str | int | float | bool], own: TaskSettings) -> Task:
+def _make(spec: TaskSpec, local: Options, own: TaskChoice, reward: str) -> Task:
     """``local`` takes the place of the run's options."""
     made = [
         make_task(spec.name, seed=spec.seed, options={**spec.options, **stage.options, **local})
         for stage in (Stage(0, {}), *spec.stages)
     ]
     task = staged([0, *(stage.start for stage in spec.stages)], made) if spec.stages else made[0]
-    if not own.reward:
+    if not reward:
         return task
     sandbox = Sandbox(
-        own.reward,
+        reward,
         SandboxLimits(call_s=own.reward_timeout_s, memory_bytes=int(own.reward_memory_gib * 2**30)),
     )
     sandbox.start()
