@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +66,15 @@ class Sandbox:
             )
         self.path = Path(path)
         self.function = name
+        self._digest = file_digest(self.path)
         self._limits = limits or SandboxLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._closed = False
-        self._digest = file_digest(self.path)
+        # Libraries make folders for their caches; without a home of its own they would make them anywhere.
+        self._home = tempfile.mkdtemp(prefix="echo2p2p-reward-")
+        self._remove_home = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
 
     @property
     def digest(self) -> str:
@@ -118,6 +124,7 @@ class Sandbox:
             _kill(process)  # outside the lock: a call in progress holds it, and fails now
         with self._lock:
             self._end()
+        self._remove_home()
 
     def _start(self) -> None:
         if file_digest(self.path) != self._digest:
@@ -135,7 +142,13 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **environment,
+                    "HOME": self._home,
+                    "TMPDIR": self._home,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
                 cwd="/",
                 start_new_session=True,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -88,9 +89,11 @@ def test_whatever_a_reward_does_is_that_call_s_error_alone(sandbox, completion, 
     assert sandbox.call("p", "right", "right") == 1.0
 
 
-def test_no_process_is_left_behind(sandbox):
+def test_no_process_and_no_folder_is_left_behind(sandbox):
     pid = int(sandbox.call("p", "pid", ""))
+    assert Path(sandbox._home).is_dir()
     sandbox.close()
+    assert not Path(sandbox._home).exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     with pytest.raises(RewardFailed, match="closed"):
