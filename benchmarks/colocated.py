@@ -20,8 +20,8 @@ from echo2p2p.data.trajectory import Sampling
 from echo2p2p.learning.replay import Entry, staleness_histogram
 from echo2p2p.learning.training import ThreadTrainer
 from echo2p2p.roles import load_policy
+from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.rollout.evaluation import Evaluator
-from echo2p2p.rollout.worker import scored_group
 from echo2p2p.weights.snapshot import Snapshot
 
 
@@ -33,7 +33,7 @@ async def train(settings: Settings, *, lag: int = 0, say: Callable[[str], None] 
         say: told each evaluation.
     """
     options = settings.learner
-    scorer, trainer, engine = load_policy(settings, None)
+    _, scorer, trainer, engine = load_policy(settings, None)
     sampling = Sampling(options.temperature, options.top_p, options.max_new_tokens)
     evaluate = Evaluator(engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed)
     rng = random.Random(f"{settings.seed} colocated")
@@ -54,14 +54,15 @@ async def train(settings: Settings, *, lag: int = 0, say: Callable[[str], None] 
                 await engine.install(snapshot, version)
                 first = step * options.prompts_per_step
                 indices = range(first, first + options.prompts_per_step)
-                prompts = [scorer.prompt_tokens(index) for index in indices]
-                completions = await engine.generate(
-                    prompts,
+                groups = await roll_out(
+                    engine,
+                    scorer,
+                    indices,
                     n_samples=options.samples_per_prompt,
                     sampling=sampling,
                     seed=rng.getrandbits(63),
+                    offload=asyncio.to_thread,
                 )
-                groups = [scored_group(scorer, *of) for of in zip(indices, prompts, completions, strict=True)]
                 await threads.train(groups)
                 ages = staleness_histogram([Entry(group, "") for group in groups], step)
                 tokens += sum(ages.values())

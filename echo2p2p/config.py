@@ -21,6 +21,8 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$")]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -45,12 +47,35 @@ class SwarmSettings(Section):
     )
 
 
+class StageSettings(Section):
+    """A stage of a curriculum."""
+
+    start: Annotated[int, Field(ge=1, le=2**53)] = Field(
+        description="index of the first prompt that it holds for"
+    )
+    options: dict[str, str | int | float | bool] = Field({}, description="task options that change with it")
+
+
 class TaskSettings(Section):
     """What is trained on."""
 
-    name: RunName = Field("strings", description="name of the task")
+    name: TaskName = Field(
+        "strings",
+        description="name of the task, or module:Factory; a worker runs the latter only if it says so too",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="decides every prompt")
     options: dict[str, str | int | float | bool] = Field({}, description="what the task itself understands")
+    stages: tuple[StageSettings, ...] = Field(
+        (),
+        description="options that change as the run goes on, by a prompt's index; held-out prompts are the last's",
+    )
+    reward: str = Field(
+        "",
+        description="path.py:function that scores in place of the task; workers need the same file and name it",
+    )
+    reward_timeout_s: Positive = Field(10, description="a reward of one's own may take so many seconds")
+    reward_memory_gib: Positive = Field(2, description="and so much address space")
+    chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
 
 
 class PolicySettings(Section):

@@ -28,6 +28,7 @@
     │   └── Interrupted               what it was generating is lost; the same prompts may be tried again
     ├── EngineLost                9   its processes end again and again
     └── TaskError                     a task raised where it must not
+        └── RewardFailed              a reward of somebody's own raised, died or took too long
 
 The message says what happened and with which value; ``hint`` says what to do about it.
 The command line prints both in one line and leaves with ``exit_code``.
@@ -152,4 +153,8 @@ class EngineLost(Echo2p2pError):  # noqa: N818
 
 
 class TaskError(Echo2p2pError):
+    pass
+
+
+class RewardFailed(TaskError):  # noqa: N818
     pass

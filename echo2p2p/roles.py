@@ -23,7 +23,6 @@ import msgspec
 
 from echo2p2p._version import __version__
 from echo2p2p.config import Settings, WorkerSettings
-from echo2p2p.data.task import make_task
 from echo2p2p.errors import SettingsError
 from echo2p2p.rundir import RunDir
 from echo2p2p.swarm.directory import Directory
@@ -37,6 +36,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
     from collections.abc import AsyncIterator
 
     from echo2p2p.data.scoring import TaskScorer
+    from echo2p2p.data.task import Task
     from echo2p2p.data.work import TaskSpec
     from echo2p2p.learning.checkpoint import Checkpoint
     from echo2p2p.learning.trainer import GRPOTrainer
@@ -148,7 +148,7 @@ async def run_learner(
         VerificationError: the checkpoint is damaged.
     """
     checkpoint = await asyncio.to_thread(_find_checkpoint, run_dir, resume)
-    scorer, trainer, engine = await asyncio.to_thread(load_policy, settings, checkpoint)
+    spec, scorer, trainer, engine = await asyncio.to_thread(load_policy, settings, checkpoint)
 
     from echo2p2p.data.trajectory import Sampling
     from echo2p2p.learning.journal import Journal
@@ -204,6 +204,7 @@ async def run_learner(
             evaluate=Evaluator(
                 engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
             ),
+            task=spec,
             state=state,
             journal=journal,
         )
@@ -223,6 +224,7 @@ async def run_learner(
             if journal is not None:
                 journal.close()
             threads.close()
+            scorer.close()
             await engine.close()
             events.close()
 
@@ -357,13 +359,14 @@ def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
 
 def load_policy(
     settings: Settings, checkpoint: Checkpoint | None
-) -> tuple[TaskScorer, GRPOTrainer, TransformersEngine]:
+) -> tuple[TaskSpec, TaskScorer, GRPOTrainer, TransformersEngine]:
     """The blocking part of a learner's start: task, trainer and the engine that evaluates.
 
     Raises:
         SettingsError: the policy or the task is unusable, or there is no such device.
         VerificationError: the checkpoint is not of this policy.
     """
+    from echo2p2p.data.chosen import choose
     from echo2p2p.data.policy import DTYPES
     from echo2p2p.learning.objective import Objective
     from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
@@ -415,23 +418,24 @@ def load_policy(
     engine = TransformersEngine(
         folder, device=device, dtype=DTYPES[published], threads=options.threads or None
     )
-    task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
-    return _scorer(folder, task), trainer, engine
+    spec, task = choose(settings.task)
+    return spec, _scorer(folder, task, spec), trainer, engine
 
 
 def _build_engine(
     settings: Settings, run_dir: RunDir, task: TaskSpec, assets: Mapping[str, bytes]
 ) -> tuple[InferenceEngine, TaskScorer]:
     """Unpack the run's pinned policy files and make engine and scorer of them. Blocks."""
+    from echo2p2p.data.chosen import build
+
+    built = build(task, settings.task)
     run_dir.policy.mkdir(exist_ok=True)
     for name in ASSET_NAMES:
         if name in assets:
             (run_dir.policy / name).write_bytes(assets[name])
         else:
             (run_dir.policy / name).unlink(missing_ok=True)
-    return make_engine(settings.worker, run_dir.policy), _scorer(
-        run_dir.policy, make_task(task.name, seed=task.seed, options=task.options)
-    )
+    return make_engine(settings.worker, run_dir.policy), _scorer(run_dir.policy, built, task)
 
 
 def make_engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
@@ -446,12 +450,13 @@ def make_engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
     return TransformersEngine(policy, device=device, threads=threads)
 
 
-def _scorer(folder: Path, task: Any) -> TaskScorer:
+def _scorer(folder: Path, task: Task, spec: TaskSpec) -> TaskScorer:
     from echo2p2p.data.policy import load_config
     from echo2p2p.data.scoring import TaskScorer
     from echo2p2p.data.tokens import PolicyTokenizer
 
-    return TaskScorer(task, PolicyTokenizer(folder), int(load_config(folder).vocab_size))
+    tokenizer = PolicyTokenizer(folder, chat_template=spec.chat_template)
+    return TaskScorer(task, tokenizer, int(load_config(folder).vocab_size))
 
 
 def _read_assets(folder: Path) -> dict[str, bytes]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 
@@ -59,3 +61,32 @@ def make_groups(seed: int, *, groups: int = 3, samples: int = 4) -> list[Group]:
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(2, 6))).tolist()
         made.append(Group(index=index, prompt=prompt, samples=trajectories))
     return made
+
+
+def make_text_policy(folder: Path, *, seed: int = 0, positions: int = 1024) -> Path:
+    """A random two-layer policy folder whose tokens are the printable characters, with weights and tokenizer."""
+    characters = [*string.printable[:95], "\n"]
+    vocabulary = {token: number for number, token in enumerate(("<pad>", "<eos>", "<unk>", *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "plan": "Which workers keep a learner busy, and at what price?",
     "demo": "A whole swarm on this machine, trained until the reward has risen.",
     "report": "Draw a run: a PNG and a page.",
+    "eval": "Mean reward of a policy on held-out prompts.",
     "export": "Write a published version as a Hugging Face folder.",
 }
 """Every command with its help in one line; the module of the same name beside this one holds it."""

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from echo2p2p.errors import SettingsError
 
+_TURN = "a turn of the model"
+
 
 class PolicyTokenizer:
     """The tokenizer of a policy folder.
@@ -54,6 +56,32 @@ class PolicyTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._chat)
         if not ids:
             raise SettingsError(f"the tokenizer makes no tokens of the prompt {text[:80]!r}")
+        return ids
+
+    def encode_turn(self, text: str, *, after: int) -> list[int]:
+        """The ids that the engine is fed for what an environment says, behind a turn of the model.
+
+        Args:
+            after: the last id of that turn. If the chat template would end the turn with it, it is not said twice.
+
+        Raises:
+            SettingsError: nothing is left of the text.
+        """
+        said = text
+        if self._chat:
+            rendered = self._tokenizer.apply_chat_template(
+                [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": _TURN},
+                    {"role": "user", "content": text},
+                ],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            said = rendered.partition(_TURN)[2].removeprefix(self._tokenizer.decode([after]))
+        ids: list[int] = self._tokenizer.encode(said, add_special_tokens=False)
+        if not ids:
+            raise SettingsError(f"the tokenizer makes no tokens of the turn {text[:80]!r}")
         return ids
 
     def decode_completion(self, tokens: Sequence[int]) -> str:

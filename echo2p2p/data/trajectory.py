@@ -6,6 +6,7 @@ Text is never tokenised again after generation: the ids that the engine sampled 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
@@ -13,6 +14,9 @@ import numpy as np
 from msgspec import Meta
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**24)]
+TurnLength = Annotated[int, Meta(ge=1, le=2**20)]
+MAX_TURNS = 1023
+"""Of model and environment together."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -24,15 +28,21 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """One completion of one prompt.
+    """One completion of one prompt, or one episode that begins with it.
+
+    An episode's completion is the model's turns with the environment's between them, token by token as the engine
+    was fed with them. The environment's tokens are conditions: never trained, never counted.
 
     Attributes:
         completion: sampled token ids, the end-of-sequence token included where one was sampled.
         logprobs: little-endian float32, one a completion token: the log-probability of each sampled token
-            under the policy that sampled it, at the sampling temperature.
+            under the policy that sampled it, at the sampling temperature; 0 for the environment's.
         version_min, version_max: oldest and newest policy version that any of its tokens came from.
         reward: as the worker scored it; the learner computes it again.
-        finish: ``stop`` (end of sequence) or ``length``.
+        finish: ``stop`` (end of sequence) or ``length``; of the last turn.
+        turns: how many tokens each turn has, the model's first and last, the environment's between; empty if the
+            completion is one turn of the model.
+        failed: the reward could not be computed, and counts as 0.
     """
 
     completion: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)]
@@ -41,6 +51,23 @@ class Trajectory(msgspec.Struct, frozen=True):
     version_max: Annotated[int, Meta(ge=0, le=2**53)]
     reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
     finish: Annotated[str, Meta(pattern="^(stop|length)$")]
+    turns: Annotated[list[TurnLength], Meta(max_length=MAX_TURNS)] = []
+    failed: bool = False
+
+    @property
+    def n_trained(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(self.turns[::2]) if self.turns else len(self.completion)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each turn begins and ends in ``completion``; the model's are the first, the third, …."""
+        ends = list(accumulate(self.turns or [len(self.completion)]))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def trained(self) -> np.ndarray:
+        """Which completion tokens are trained: bool, shape (completion tokens,)."""
+        lengths = self.turns or [len(self.completion)]
+        return np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)
 
     def logprob_array(self) -> np.ndarray:
         """``logprobs`` as float32, shape (completion tokens,)."""
@@ -66,8 +93,8 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def n_tokens(self) -> int:
-        """Completion tokens over all samples."""
-        return sum(len(sample.completion) for sample in self.samples)
+        """Sampled tokens over all samples."""
+        return sum(sample.n_trained for sample in self.samples)
 
     def rewards(self) -> np.ndarray:
         """float32, shape (samples,)."""

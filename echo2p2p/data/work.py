@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.swarm.messages import PROTOCOL_VERSION
-from echo2p2p.swarm.records import Name, NonNegative, Version
+from echo2p2p.swarm.records import NonNegative, Version
 
 WORK_PROTOCOL = "work"
 MAX_ARRIVALS = 64
@@ -32,15 +32,35 @@ MAX_SOURCES = 4096
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(max_length=512)]
+TaskName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?\Z")]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class TaskSpec(msgspec.Struct, frozen=True):
-    """Which task the run trains on; enough to build it with :func:`echo2p2p.data.task.make_task`."""
+class Stage(msgspec.Struct, frozen=True):
+    """From prompt ``start`` on, these task options are others."""
 
-    name: Name
+    start: Count
+    options: dict[str, str | int | float | bool]
+
+
+class TaskSpec(msgspec.Struct, frozen=True):
+    """Which task the run trains on; enough to build it with :func:`echo2p2p.data.chosen.build`.
+
+    Attributes:
+        name: of a registered task, or ``module:Factory``.
+        stages: of the curriculum, after the first, for which ``options`` alone hold.
+        reward: the function of the reward of one's own; empty for the task's.
+        chat_template: whether prompts are wrapped with the tokenizer's chat template.
+        pins: what both sides must hold alike, such as the digest of a file or the release of a library, by its name.
+    """
+
+    name: TaskName
     seed: Count
     options: dict[str, str | int | float | bool]
+    stages: Annotated[list[Stage], Meta(max_length=64)] = []
+    reward: Annotated[str, Meta(max_length=128)] = ""
+    chat_template: bool = False
+    pins: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=128)]] = {}
 
 
 # --- worker → learner -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
+from echo2p2p.data.episode import is_replayed, score_sample
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Trajectory
 from echo2p2p.errors import TaskError
@@ -36,6 +37,7 @@ class Refusal(StrEnum):
     TOKENS = "token ids out of range"
     LENGTH = "longer than allowed"
     LOGPROBS = "log-probabilities implausible"
+    TURNS = "turns are not those of the task's environment"
     REWARD = "reward does not match its recomputation"
     UNPROVEN = "of a version that the sender has not proved to hold"
     OUTDATED = "of an older version than its lease asked for"
@@ -93,19 +95,27 @@ def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_toke
                 return Refusal.TOKENS
             if not plausible_logprobs(sample):
                 return Refusal.LOGPROBS
-            reward = scorer.reward(group.index, sample.completion)
-            # Written so that a NaN is refused: no comparison with one is true.
-            if not abs(reward - sample.reward) <= REWARD_TOLERANCE:
+            if not is_replayed(sample, scorer, group.index, budget=max_new_tokens):
+                return Refusal.TURNS
+            reward, failed = score_sample(sample, scorer, group.index)
+            # Written so that a NaN is refused: no comparison with one is true. Where the reward cannot be computed on
+            # one of the two machines, nobody has lied: the learner's word counts.
+            if not (failed or sample.failed) and not abs(reward - sample.reward) <= REWARD_TOLERANCE:
                 return Refusal.REWARD
-            samples.append(msgspec.structs.replace(sample, reward=reward))
+            samples.append(msgspec.structs.replace(sample, reward=reward, failed=failed))
     except TaskError:
         return Refusal.TASK
     return msgspec.structs.replace(group, samples=samples)
 
 
 def plausible_logprobs(sample: Trajectory) -> bool:
-    """One finite value a token, none positive, none below what a sampler can draw."""
+    """One finite value a token, none positive, none below what a sampler can draw; 0 where nothing was sampled."""
     if len(sample.logprobs) != 4 * len(sample.completion):
         return False
     values = sample.logprob_array()
-    return bool(np.all((values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)))
+    plausible = (values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)
+    if sample.turns:
+        if sum(sample.turns) != len(sample.completion):
+            return False
+        plausible &= sample.trained() | (values == 0)
+    return bool(np.all(plausible))

@@ -22,6 +22,8 @@ class Row:
     """One trajectory, ready for the loss.
 
     Attributes:
+        completion, sampler_logprobs: all that follows the prompt, what an environment said included.
+        trained: bool, (completion tokens,): which of them the model sampled.
         group: number of its group in the batch.
         balance_target: what trajectory balance wants log π_θ(completion) to be; unused otherwise.
     """
@@ -29,6 +31,7 @@ class Row:
     prompt: Sequence[int]
     completion: Sequence[int]
     sampler_logprobs: np.ndarray
+    trained: np.ndarray
     advantage: float
     reward: float
     group: int
@@ -39,6 +42,11 @@ class Row:
         """Tokens the model reads: the last one is predicted, never read."""
         return len(self.prompt) + len(self.completion) - 1
 
+    @property
+    def n_trained(self) -> int:
+        """Tokens that the loss is about."""
+        return int(self.trained.sum())
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -47,7 +55,7 @@ class MicroBatch:
     Attributes:
         ids: int64, (rows, width), padded with 0.
         keep: how many of the last places hold every predicted token.
-        where: bool, (rows, keep), the places that predict a completion token.
+        where: bool, (rows, keep), the places that predict a token that is trained.
         targets, sampler_logprobs, advantages: (tokens,), in the row-major order of ``where``.
         balance_targets: float32, (rows,).
     """
@@ -67,8 +75,10 @@ def rows_of(groups: Sequence[Group], *, scale_by_std: bool) -> list[Row]:
     for number, group in enumerate(groups):
         advantages = group_advantages(torch.from_numpy(group.rewards()), scale_by_std=scale_by_std).tolist()
         for sample, advantage in zip(group.samples, advantages, strict=True):
-            logprobs = sample.logprob_array()
-            rows.append(Row(group.prompt, sample.completion, logprobs, advantage, sample.reward, number))
+            logprobs, trained = sample.logprob_array(), sample.trained()
+            rows.append(
+                Row(group.prompt, sample.completion, logprobs, trained, advantage, sample.reward, number)
+            )
     return rows
 
 
@@ -92,14 +102,16 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     where = np.zeros((len(rows), width), dtype=np.bool_)
     for i, row in enumerate(rows):
         ids[i, : row.length] = [*row.prompt, *row.completion[:-1]]
-        where[i, len(row.prompt) - 1 : row.length] = True
-    lengths = [len(row.completion) for row in rows]
+        where[i, len(row.prompt) - 1 : row.length] = row.trained
+    lengths = [row.n_trained for row in rows]
+    targets = [np.asarray(row.completion, dtype=np.int64)[row.trained] for row in rows]
+    sampler_logprobs = [row.sampler_logprobs[row.trained] for row in rows]
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         keep=width - first,
         where=torch.from_numpy(where[:, first:]).to(device),
-        targets=torch.tensor([token for row in rows for token in row.completion], device=device),
-        sampler_logprobs=torch.from_numpy(np.concatenate([row.sampler_logprobs for row in rows])).to(device),
+        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        sampler_logprobs=torch.from_numpy(np.concatenate(sampler_logprobs)).to(device),
         advantages=torch.from_numpy(
             np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), lengths)
         ).to(device),

@@ -57,9 +57,8 @@ class Learner:
 
     Args:
         assets: the policy's small files (config, tokenizer) by name; every worker builds its engine from them.
-        evaluate: scores snapshots on the held-out set; None to leave evaluation out.
-        state: from a checkpoint; None for a new run. The trainer must hold the same step.
-        journal: resumed from the same checkpoint.
+        evaluate: scores snapshots on the held-out set. task: what workers are told of it. Both may be left out.
+        state, journal: from one checkpoint, whose step the trainer must hold; None for a new run.
         just_in_time: as of the :class:`~echo2p2p.learning.dispatcher.Dispatcher`.
         workers_stand: as of the :class:`~echo2p2p.learning.provisioner.Provisioner`.
     """
@@ -77,6 +76,7 @@ class Learner:
         assets: Mapping[str, bytes],
         events: EventLog,
         evaluate: Evaluate | None = None,
+        task: TaskSpec | None = None,
         state: LearnerState | None = None,
         journal: Journal | None = None,
         just_in_time: bool = True,
@@ -110,7 +110,7 @@ class Learner:
         )
         self._dispatcher.version = self._state.step
         self._dispatcher.dropped = Counter(self._state.dropped)
-        self._task = TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
+        self._task = task or TaskSpec(settings.task.name, settings.task.seed, settings.task.options)
         self._state.check(run, self._task)
         self._departed = Departed()
         self._cadence = Cadence(options, self._state.step)

@@ -22,10 +22,10 @@ class StepMetrics:
             equal) or nothing.
         non_finite_steps: steps skipped so far for a loss or gradient that was not finite, this one included.
         groups, trained_groups: received, and with any signal: not all rewards equal.
-        tokens, trained_tokens: completion tokens received, and those that went through the loss.
+        tokens, trained_tokens: sampled tokens received, and those that went through the loss.
         wasted_tokens: tokens received that moved nothing by their reward: of groups of equal rewards, of masked
             sequences, of updates that were skipped.
-        completion_length_mean: tokens a completion.
+        completion_length_mean: sampled tokens a completion.
         reward_mean: over all samples; reward_std: mean over groups of the standard deviation within.
         loss: the objective, negated, over all tokens received.
         grad_norm: before clipping, of the last update.
@@ -69,7 +69,7 @@ class StepTally:
 
     Attributes:
         rows: all trajectories of the step.
-        tokens: completion tokens in them.
+        tokens: sampled tokens in them.
         grad_norm: of the last update, before clipping; set by the trainer.
         used_tokens: tokens whose reward moved the policy; counted by the trainer.
     """

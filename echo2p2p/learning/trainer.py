@@ -160,7 +160,7 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """log π_θ of every completion token at the sampling temperature: one float32 tensor a sample."""
+        """log π_θ of every sampled token at the sampling temperature: one float32 tensor a sample."""
         self._prepare_thread()
         rows = rows_of(groups, scale_by_std=self.settings.objective.scale_by_std)
         by_row = self._row_logprobs(self._model, rows)
@@ -335,7 +335,7 @@ class GRPOTrainer:
             logprobs, _ = self._forward(model, batch)
             end = 0
             for row in packed:
-                start, end = end, end + len(row.completion)
+                start, end = end, end + row.n_trained
                 found[id(row)] = logprobs[start:end]
         return found
 

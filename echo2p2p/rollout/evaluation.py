@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.task import HELD_OUT
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.rollout.engine import InferenceEngine
+from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.weights.snapshot import Snapshot
 
 
@@ -30,13 +32,15 @@ class Evaluator:
     async def __call__(self, snapshot: Snapshot, version: int) -> tuple[float, int]:
         """Returns the mean reward over all samples, and the number of prompts."""
         await self.engine.install(snapshot, version)
-        prompts = [self.scorer.prompt_tokens(index, HELD_OUT) for index in range(self.n_prompts)]
-        completions = await self.engine.generate(
-            prompts, n_samples=self.n_samples, sampling=self.sampling, seed=self.seed
+        groups = await roll_out(
+            self.engine,
+            self.scorer,
+            range(self.n_prompts),
+            n_samples=self.n_samples,
+            sampling=self.sampling,
+            seed=self.seed,
+            offload=asyncio.to_thread,
+            split=HELD_OUT,
         )
-        rewards = [
-            self.scorer.reward(index, sample.tokens, HELD_OUT)
-            for index, samples in enumerate(completions)
-            for sample in samples
-        ]
+        rewards = [sample.reward for group in groups for sample in group.samples]
         return sum(rewards) / len(rewards), self.n_prompts

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 
-from echo2p2p.errors import SwarmError
+from echo2p2p.errors import SettingsError, SwarmError
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.network import Network
@@ -84,3 +85,16 @@ class VersionFetcher:
         self._others = tuple(self._rng.sample(holders, min(MAX_OTHERS, len(holders))))
         for peer in self._others:
             self._network.know(peer, present[peer].addresses)
+
+
+def check_same_files(built_from: Mapping[str, bytes], assets: Mapping[str, bytes]) -> None:
+    """Whether a version still belongs to the policy that the engine was built from.
+
+    Raises:
+        SettingsError: its tokenizer, chat template or architecture is another; prompts would be other tokens.
+    """
+    changed = sorted(name for name in {*assets, *built_from} if assets.get(name) != built_from.get(name))
+    if changed:
+        raise SettingsError(
+            f"the policy's {', '.join(changed)} has changed during the run", hint="start the worker again"
+        )

@@ -18,14 +18,13 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import msgspec
 
 from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
-from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.data.work import Advertise, Decline, Lease, Submit, TaskSpec, Welcome
 from echo2p2p.errors import (
     Echo2p2pError,
@@ -40,8 +39,9 @@ from echo2p2p.errors import (
     UnsoundWeights,
     VerificationError,
 )
-from echo2p2p.rollout.engine import Completion, InferenceEngine
-from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher
+from echo2p2p.rollout.engine import InferenceEngine
+from echo2p2p.rollout.episodes import roll_out
+from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher, check_same_files
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.rollout.trial import Arrived, Prompt, Trial
 from echo2p2p.swarm.directory import Directory
@@ -114,6 +114,7 @@ class Worker:
         self._life = 0
         self._no_room_since: float | None = None
         self._built_for: TaskSpec | None = None
+        self._assets: Mapping[str, bytes] = {}
         self._failures = 0
         self._retry_alone = 0
         self._batches = 0
@@ -177,6 +178,8 @@ class Worker:
                     task.cancel()
             await self._directory.retire(self.advert())
         finally:
+            if self._scorer is not None:
+                self._scorer.close()
             if self._engine is not None:
                 await self._engine.close()
 
@@ -276,8 +279,10 @@ class Worker:
                 self._found_room(record.version)
                 # What the learner signed is checked all the same: an engine that holds NaN rolls out nothing.
                 await self._clock.offload(partial(check_sound, fetched.snapshot))
-                if self._engine is None:
-                    self._built_for = self._session.task
+                if self._engine is not None:
+                    check_same_files(self._assets, fetched.assets)
+                else:
+                    self._built_for, self._assets = self._session.task, fetched.assets
                     self._engine, self._scorer = await self._build(self._built_for, fetched.assets)
             except UnsoundWeights as error:
                 log.error("version %d is not installed: %s", record.version, error)
@@ -419,15 +424,14 @@ class Worker:
         lease = batch[0].lease
         started, repairs = self._clock.monotonic(), self._repairs
         try:
-            prompts = await self._clock.offload(lambda: [scorer.prompt_tokens(p.index) for p in batch])
-            completions = await engine.generate(
-                prompts, n_samples=lease.n_samples, sampling=lease.sampling, seed=self._rng.getrandbits(63)
-            )
-            groups = await self._clock.offload(
-                lambda: [
-                    scored_group(scorer, p.index, prompt, done)
-                    for p, prompt, done in zip(batch, prompts, completions, strict=True)
-                ]
+            groups = await roll_out(
+                engine,
+                scorer,
+                [prompt.index for prompt in batch],
+                n_samples=lease.n_samples,
+                sampling=lease.sampling,
+                seed=self._rng.getrandbits(63),
+                offload=self._clock.offload,
             )
         except Interrupted:
             self._prompts.extendleft(reversed(batch))
@@ -451,6 +455,11 @@ class Worker:
                 self._trial.kept_back.append((prompt, group))
             else:
                 self._session.submit(Submit(prompt.lease.lease, group))
+        failed = sum(sample.failed for group in groups for sample in group.samples)
+        if failed:
+            log.warning(
+                "%d of %d rewards could not be computed and count as 0", failed, len(groups) * lease.n_samples
+            )
         self._events.emit(
             "generated",
             groups=len(groups),
@@ -458,6 +467,7 @@ class Worker:
             tokens=tokens,
             seconds=self._clock.monotonic() - started,
             version=engine.version,
+            failed_rewards=failed,
         )
 
     def _failed(self, batch: list[Prompt], error: Echo2p2pError) -> None:
@@ -477,24 +487,3 @@ class Worker:
         self._failures += 1
         if self._failures >= FAILURES_TO_LEAVE:
             raise error
-
-
-def scored_group(
-    scorer: Scorer, index: int, prompt: Sequence[int], completions: Sequence[Completion]
-) -> Group:
-    """What the engine made of prompt ``index``, with its rewards. Raises TaskError if the task fails."""
-    return Group(
-        index,
-        list(prompt),
-        [
-            Trajectory(
-                completion=done.tokens,
-                logprobs=pack_logprobs(done.logprobs),
-                version_min=done.version_min,
-                version_max=done.version_max,
-                reward=scorer.reward(index, done.tokens),
-                finish=done.finish,
-            )
-            for done in completions
-        ],
-    )

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError
 from echo2p2p.rollout.engine import Completion, Swap
@@ -143,10 +144,12 @@ class ModelledEngine:
         return Completion(tokens, logprobs, self._version, self._version, "stop")
 
 
-class ModelledScorer:
+class ModelledScorer(Scorer):
     """A task without text: the reward of a completion is a hash of its first token and the prompt's index."""
 
-    vocab_size = VOCAB_SIZE
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
 
     def prompt_tokens(self, index: int, split: str = "train") -> list[int]:
         return [index % VOCAB_SIZE, len(split)]

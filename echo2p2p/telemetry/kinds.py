@@ -278,6 +278,7 @@ KINDS: Mapping[str, Kind] = {
             "tokens": "completion tokens",
             "seconds": "how long it took",
             "version": "policy version",
+            "failed_rewards": "completions whose reward could not be computed, and is 0",
         },
     ),
     "verdicts": Kind(

@@ -143,7 +143,7 @@ def check(run, mode):
     assert len(fingerprints) == len({version for version, _ in fingerprints})
 
     # The weights are those of a run that was trained on the same batches and never disturbed, bit for bit.
-    _, trainer, _ = load_policy(settings, None)
+    _, _, trainer, _ = load_policy(settings, None)
     undisturbed = ThreadTrainer(trainer, run.folder / "none", keep=1)
     for batch in journal.batches.values():
         asyncio.run(undisturbed.train([entry.group for entry in batch]))

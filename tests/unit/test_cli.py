@@ -30,7 +30,7 @@ def run(*arguments, timeout=60, **options):
 
 def test_the_commands_are_the_documented_ones():
     assert list(COMMANDS) == [
-        "doctor", "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "export",
+        "doctor", "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "eval", "export",
     ]  # fmt: skip
     assert isinstance(cli, LazyGroup)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from echo2p2p.config import TaskSettings
+from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.draw import score
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task, names
 from echo2p2p.errors import SettingsError
@@ -118,3 +120,29 @@ def test_an_unknown_split_is_refused():
 )
 def test_partial_pay_counts_right_places_and_never_rewards_length(completion, expected):
     assert score(completion, "123", partial=True) == pytest.approx(expected)
+
+
+def test_a_curriculum_changes_options_with_the_index_and_is_judged_by_its_last_stage():
+    own = TaskSettings(
+        options={"length": 3},
+        stages=[{"start": 10, "options": {"length": 5}}, {"start": 20, "options": {"length": 8}}],
+    )
+    spec, task = choose(own)
+    assert [len(task.answer(index)) for index in (0, 9, 10, 19, 20, 10**6)] == [3, 3, 5, 5, 8, 8]
+    assert [len(task.answer(index, HELD_OUT)) for index in (0, 15)] == [8, 8]
+    assert task.reward(12, task.answer(12)) == 1.0
+    assert build(spec, TaskSettings()).prompt(25) == task.prompt(25)
+
+
+def test_a_curriculum_of_episodes_keeps_each_stage_s_own_number_of_turns():
+    own = TaskSettings(name="sokoban", options={"turns": 2}, stages=[{"start": 5, "options": {"turns": 6}}])
+    _, task = choose(own)
+    assert task.max_turns == 6
+    assert task.respond(0, [""]) is not None
+    assert task.respond(0, ["", ""]) is None
+    assert task.respond(5, ["", ""]) is not None
+
+
+def test_stages_out_of_order_are_refused():
+    with pytest.raises(SettingsError, match="does not ascend"):
+        choose(TaskSettings(stages=[{"start": 9}, {"start": 3}]))

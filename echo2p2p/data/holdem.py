@@ -1,0 +1,240 @@
+"""Task ``holdem``: one hand of No-Limit Texas Hold'em against an opponent that plays by rules; the reward is chips.
+
+All samples of a group are dealt the same cards in the same seat, so that the group's mean is the value of the deal
+and what is left of a reward is the play. The reward is the chips won or lost, in big blinds.
+
+Options: ``stack`` (big blinds each), ``opponent`` (caller: never folds or raises; tight: plays what its cards are
+worth; wild: at random), ``turns`` and ``turn_tokens``. Rules and chips are pokerkit's. A turn is ``fold``,
+``check``, ``call``, ``raise N`` (to N chips) or ``all-in``. What is not possible becomes the nearest thing that is;
+what is no move at all checks, or folds where that costs. A hand that the turns do not suffice for is folded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from echo2p2p.data.draw import Dice, draw, option, refuse_unknown
+from echo2p2p.data.task import TRAIN, register
+from echo2p2p.errors import SettingsError
+
+_BLINDS = (1, 2)
+_RANKS, _SUITS = "23456789TJQKA", "cdhs"
+_CARDS = tuple(rank + suit for rank in _RANKS for suit in _SUITS)
+_DEALT = 9
+_MAX_MOVES = 512
+_MOVE = re.compile(r"(fold|check|call|raise|bet|all-?in)(?:\s+(?:to\s+)?(\d{1,9}))?", re.IGNORECASE)
+_OPPONENTS = ("caller", "tight", "wild")
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Cards as they will come, and the model's seat: 0 has the big blind, 1 the button."""
+
+    cards: tuple[str, ...]
+    seat: int
+
+    def hole(self, seat: int) -> str:
+        return "".join(self.cards[2 * seat : 2 * seat + 2])
+
+    @property
+    def board(self) -> tuple[str, ...]:
+        return self.cards[4:]
+
+
+@dataclass(frozen=True)
+class HoldemTask:
+    """Hands at one depth against one opponent."""
+
+    seed: int
+    stack: int
+    opponent: str
+    max_turns: int
+    turn_tokens: int
+
+    @property
+    def name(self) -> str:
+        return "holdem"
+
+    @property
+    def pins(self) -> Mapping[str, str]:
+        return {"pokerkit": version("pokerkit")}
+
+    def prompt(self, index: int, split: str = TRAIN) -> str:
+        deal = self._deal(index, split)
+        hand, said = self._played(index, (), split)
+        seat = "the button" if deal.seat else "the big blind"
+        hole = " ".join(deal.cards[2 * deal.seat : 2 * deal.seat + 2])
+        return (
+            f"No-limit hold'em, two players, blinds 1/2, stacks {2 * self.stack}. You have {hole} on {seat}."
+            f" Answer fold, check, call, raise N or all-in.\n{said}{_ask(hand, deal)}\n"
+        )
+
+    def answer(self, index: int, split: str = TRAIN) -> str:
+        """A move that is always possible; nobody knows the best one."""
+        del index, split
+        return "call"
+
+    def reward(self, index: int, completion: str, split: str = TRAIN) -> float:
+        return self.episode_reward(index, [completion], split)
+
+    def respond(self, index: int, actions: Sequence[str], split: str = TRAIN) -> str | None:
+        hand, said = self._played(index, actions, split)
+        return f"\n{said}{_ask(hand, self._deal(index, split))}\n" if hand.status else None
+
+    def episode_reward(self, index: int, actions: Sequence[str], split: str = TRAIN) -> float:
+        hand, _ = self._played(index, actions, split)
+        if hand.status and hand.actor_index is not None and hand.can_fold():
+            hand.fold()
+        seat = self._deal(index, split).seat
+        won = hand.stacks[seat] - 2 * self.stack
+        return float(won) / _BLINDS[1]
+
+    def _deal(self, index: int, split: str) -> Deal:
+        def make(dice: Dice) -> Deal:
+            cards = list(_CARDS)
+            drawn = tuple(cards.pop(dice.below(len(cards))) for _ in range(_DEALT))
+            return Deal(drawn, dice.below(2))
+
+        return draw("holdem", self.seed, split, index, make)
+
+    def _played(self, index: int, actions: Sequence[str], split: str) -> tuple[Any, str]:
+        """The hand after ``actions``, and what happened since the last of them."""
+        deal = self._deal(index, split)
+        hand = _new_hand(2 * self.stack, deal)
+        dice = Dice(f"echo2p2p holdem|{self.seed}|{split}|{index}|{self.opponent}")
+        ahead, said = list(actions), ""
+        for _ in range(_MAX_MOVES):
+            if not hand.status:
+                break
+            if hand.can_burn_card():
+                hand.burn_card("??")
+            elif hand.can_deal_board():
+                _deal_board(hand, deal)
+            elif hand.actor_index == deal.seat:
+                if not ahead:
+                    break
+                said = ""
+                _play(hand, ahead.pop(0))
+            else:
+                move = _opponent_move(hand, deal, self.opponent, dice)
+                said += f"Opponent: {_play(hand, move)}. "
+        return hand, said
+
+
+def _new_hand(stack: int, deal: Deal) -> Any:
+    from pokerkit import Automation, NoLimitTexasHoldem
+
+    hand = NoLimitTexasHoldem.create_state(
+        (
+            Automation.ANTE_POSTING,
+            Automation.BET_COLLECTION,
+            Automation.BLIND_OR_STRADDLE_POSTING,
+            Automation.HOLE_CARDS_SHOWING_OR_MUCKING,
+            Automation.HAND_KILLING,
+            Automation.CHIPS_PUSHING,
+            Automation.CHIPS_PULLING,
+        ),
+        True,
+        0,
+        _BLINDS,
+        _BLINDS[1],
+        (stack, stack),
+        2,
+    )
+    hand.deal_hole(deal.hole(0))
+    hand.deal_hole(deal.hole(1))
+    return hand
+
+
+def _deal_board(hand: Any, deal: Deal) -> None:
+    shown = len(list(hand.get_board_cards(0)))
+    hand.deal_board("".join(deal.board[shown : 3 if shown == 0 else shown + 1]))
+
+
+def _play(hand: Any, text: str) -> str:
+    """Make the move that ``text`` begins with, or the nearest that is possible; returns what was done."""
+    found = _MOVE.search(text)
+    word = found.group(1).lower() if found else "none"
+    free = not hand.checking_or_calling_amount
+    if word in ("raise", "bet", "all-in", "allin") and hand.can_complete_bet_or_raise_to():
+        low = hand.min_completion_betting_or_raising_to_amount
+        high = hand.max_completion_betting_or_raising_to_amount
+        wanted = int(found.group(2)) if found and found.group(2) else low
+        amount = high if word in ("all-in", "allin") else max(low, min(high, wanted))
+        hand.complete_bet_or_raise_to(amount)
+        return f"raise {amount}"
+    if free or word not in ("fold", "check", "none"):
+        hand.check_or_call()
+        return "check" if free else "call"
+    hand.fold()
+    return "fold"
+
+
+def _ask(hand: Any, deal: Deal) -> str:
+    board = " ".join(repr(card) for card in hand.get_board_cards(0)) or "none"
+    return (
+        f"Board {board}. Pot {hand.total_pot_amount}, to call {hand.checking_or_calling_amount}, "
+        f"your stack {hand.stacks[deal.seat]}."
+    )
+
+
+def _opponent_move(hand: Any, deal: Deal, opponent: str, dice: Dice) -> str:
+    roll = dice.below(100)
+    if opponent == "caller":
+        return "call"
+    if opponent == "wild":
+        return (
+            "fold" if roll < 15 else "call" if roll < 65 else f"raise {roll - 60}" if roll < 95 else "all-in"
+        )
+    strength = _strength(hand, deal.hole(1 - deal.seat))
+    price = hand.checking_or_calling_amount
+    odds = 100 * price / max(1, hand.total_pot_amount + price)
+    if strength > 75 and roll < 80:
+        return f"raise {3 * max(*hand.bets, _BLINDS[1])}"
+    if price and strength < odds + 10:
+        return "fold"
+    return "call"
+
+
+def _strength(hand: Any, hole: str) -> float:
+    """What two cards, with the board, are worth, from 0 to 100: a rule of thumb."""
+    board = "".join(repr(card) for card in hand.get_board_cards(0))
+    high, low = sorted((_RANKS.index(hole[0]), _RANKS.index(hole[2])), reverse=True)
+    preflop = 3.0 * high + low + (40 if high == low else 0) + (6 if hole[1] == hole[3] else 0)
+    if not board:
+        return min(100.0, preflop + 10)
+    from pokerkit import StandardHighHand
+
+    classes = ["High card", "One pair", "Two pair", "Three of a kind", "Straight", "Flush"]
+    made = StandardHighHand.from_game(hole, board).entry.label.value
+    rank = classes.index(made) if made in classes else len(classes)
+    return min(100.0, preflop / 3 + 22 * rank)
+
+
+def make_holdem(seed: int, options: Mapping[str, Any]) -> HoldemTask:
+    """The task with ``options``.
+
+    Raises:
+        SettingsError: an option is unknown or out of bounds, or pokerkit is not installed.
+    """
+    refuse_unknown("holdem", options, ("stack", "opponent", "turns", "turn_tokens"))
+    try:
+        import pokerkit  # noqa: F401 - is it there?
+    except ImportError as error:
+        raise SettingsError(
+            f"the task holdem needs pokerkit: {error}", hint="pip install 'echo2p2p[tasks]'"
+        ) from error
+    return HoldemTask(
+        seed=seed,
+        stack=option(options, "stack", 20, range(2, 1001)),
+        opponent=option(options, "opponent", "tight", _OPPONENTS),
+        max_turns=option(options, "turns", 8, range(2, 65)),
+        turn_tokens=option(options, "turn_tokens", 16, range(1, 8193)),
+    )
+
+
+register("holdem", make_holdem)

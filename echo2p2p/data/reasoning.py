@@ -1,0 +1,121 @@
+"""Task ``reasoning-gym``: any data set of the reasoning-gym library, generated and scored by it.
+
+Options: ``dataset`` (knights_knaves, sokoban, countdown, …), ``extract`` (tags: what stands in the last
+``<answer>…</answer>``; whole: the whole completion) and every parameter of the data set itself, such as ``n_people``.
+Worker and learner need the same release of the library: its generators may change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from echo2p2p.data.draw import Dice, draw, option
+from echo2p2p.data.sandbox import Sandbox
+from echo2p2p.data.task import TRAIN, register
+from echo2p2p.errors import SettingsError
+
+_GRADERS = Path(__file__).with_name("graders.py")
+_ITEMS = 2**31 - 1
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ASK = "\nPut the final answer, and nothing else, between <answer> and </answer>.\n"
+_KEPT = 4096
+
+
+class ReasoningTask:
+    """One data set of reasoning-gym with its parameters."""
+
+    def __init__(self, seed: int, dataset: str, parameters: Mapping[str, Any], *, extract: str) -> None:
+        self._seed = seed
+        self._dataset = dataset
+        self._parameters = json.dumps({**parameters, "size": _ITEMS}, sort_keys=True)
+        self._extract = extract
+        self._items = _open(dataset, self._parameters)
+        self._sandbox = Sandbox(f"{_GRADERS}:reasoning")
+        self._item = lru_cache(_KEPT)(self._drawn)
+
+    @property
+    def name(self) -> str:
+        return "reasoning-gym"
+
+    @property
+    def pins(self) -> Mapping[str, str]:
+        return {"reasoning-gym": version("reasoning-gym")}
+
+    def prompt(self, index: int, split: str = TRAIN) -> str:
+        question = self._item(index, split)[1]
+        return question + _ASK if self._extract == "tags" else question
+
+    def answer(self, index: int, split: str = TRAIN) -> str:
+        answer = self._item(index, split)[2]
+        return f"<answer>{answer}</answer>" if self._extract == "tags" else answer
+
+    def reward(self, index: int, completion: str, split: str = TRAIN) -> float:
+        """Raises RewardFailed where the library gives no number in time."""
+        given = completion.strip()
+        if self._extract == "tags":
+            found = _TAGGED.findall(completion)
+            if not found:
+                return 0.0
+            given = found[-1].strip()
+        number = self._item(index, split)[0]
+        return self._sandbox.call(self._dataset, self._parameters, 0, number, given)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _drawn(self, index: int, split: str) -> tuple[int, str, str]:
+        """Number in the data set, question, answer."""
+        numbers: dict[str, int] = {}
+
+        def make(dice: Dice) -> str:
+            number = dice.below(_ITEMS)
+            question = str(self._items[number]["question"])
+            numbers[question] = number
+            return question
+
+        names = f"reasoning-gym {self._dataset} {self._parameters}"
+        question = draw(names, self._seed, split, index, make)
+        return numbers[question], question, str(self._items[numbers[question]]["answer"])
+
+
+def _open(dataset: str, parameters: str) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise SettingsError(
+            f"the task reasoning-gym needs its library: {error}", hint="pip install 'echo2p2p[tasks]'"
+        ) from error
+    if dataset not in DATASETS:
+        raise SettingsError(
+            f"reasoning-gym has no data set {dataset!r}",
+            hint="for example knights_knaves, sokoban, countdown",
+        )
+    try:
+        return reasoning_gym.create_dataset(dataset, seed=0, **json.loads(parameters))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise SettingsError(f"reasoning-gym refuses an option of {dataset}: {error}") from error
+
+
+def make_reasoning(seed: int, options: Mapping[str, Any]) -> ReasoningTask:
+    """The task with ``options``.
+
+    Raises:
+        SettingsError: the library is not there, or it refuses the data set or a parameter.
+    """
+    parameters = {name: value for name, value in options.items() if name not in ("dataset", "extract")}
+    return ReasoningTask(
+        seed,
+        str(options.get("dataset", "knights_knaves")),
+        parameters,
+        extract=option(options, "extract", "tags", ("tags", "whole")),
+    )
+
+
+register("reasoning-gym", make_reasoning)

@@ -1,0 +1,124 @@
+"""Tasks of other libraries and of files of one's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from echo2p2p.config import TaskSettings
+from echo2p2p.data.chosen import build, choose
+from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
+from echo2p2p.errors import SettingsError
+
+
+@pytest.fixture(scope="module")
+def knights():
+    task = make_task("reasoning-gym", seed=3, options={"dataset": "knights_knaves", "n_people": 2})
+    yield task
+    task.close()
+
+
+def test_reasoning_gym_scores_its_own_answer_in_full(knights):
+    for index in range(3):
+        answer = knights.answer(index)
+        assert knights.reward(index, f"Let me see. {answer}") == 1.0
+        assert knights.reward(index, "nobody knows") == 0.0
+        assert knights.reward(index, "<answer>nobody</answer>") < 0.5
+
+
+def test_a_reasoning_prompt_is_a_pure_function_of_seed_and_index_and_its_splits_are_disjoint(knights):
+    again = make_task("reasoning-gym", seed=3, options={"dataset": "knights_knaves", "n_people": 2})
+    other = make_task("reasoning-gym", seed=4, options={"dataset": "knights_knaves", "n_people": 2})
+    train = [knights.prompt(i, TRAIN) for i in range(60)]
+    assert train == [again.prompt(i, TRAIN) for i in reversed(range(60))][::-1]
+    assert train != [other.prompt(i, TRAIN) for i in range(60)]
+    assert not set(train) & {knights.prompt(i, HELD_OUT) for i in range(60)}
+
+
+@pytest.mark.parametrize("dataset", ["sokoban", "countdown"])
+def test_other_data_sets_are_a_matter_of_one_option(dataset):
+    task = make_task("reasoning-gym", options={"dataset": dataset, "extract": "whole"})
+    try:
+        assert task.reward(0, task.answer(0)) == 1.0
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dataset": "knights"}, "no data set 'knights'"),
+        ({"dataset": "knights_knaves", "people": 2}, "people"),
+        ({"dataset": "knights_knaves", "n_people": -1}, "refuses an option"),
+    ],
+)
+def test_what_reasoning_gym_does_not_have_is_said_at_once(options, says):
+    with pytest.raises(SettingsError, match=says):
+        make_task("reasoning-gym", options=options)
+
+
+def test_another_release_of_the_library_is_refused():
+    spec, task = choose(TaskSettings(name="reasoning-gym"))
+    task.close()
+    old = type(spec)(spec.name, spec.seed, spec.options, pins={"reasoning-gym": "0.0.1"})
+    with pytest.raises(SettingsError, match=r"the learner's reasoning-gym of task reasoning-gym is 0\.0\.1"):
+        build(old, TaskSettings())
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"q": f"What is {i} / 2?", "a": f"\\frac{{{i}}}{{2}}"} for i in range(64)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return path
+
+
+def options(path, **more):
+    return {"path": str(path), "question": "q", "answer": "a", **more}
+
+
+def test_math_verify_sees_through_the_form_of_an_answer(questions):
+    task = make_task("jsonl", options=options(questions))
+    try:
+        number = int(task.prompt(0).split()[2])
+        assert task.reward(0, f"That is \\boxed{{{number / 2}}}.") == 1.0
+        assert task.reward(0, f"$\\frac{{{number}}}{{2}}$") == 1.0
+        assert task.reward(0, f"That is \\boxed{{{number}.25}}.") == 0.0
+        assert task.reward(0, "") == 0.0
+    finally:
+        task.close()
+
+
+def test_every_question_is_asked_once_an_epoch_and_is_in_one_split(questions):
+    task = make_task("jsonl", seed=1, options=options(questions, score="exact", template="Q: {question}"))
+    train = [task.prompt(i) for i in range(200)]
+    n = next(i for i in range(1, 200) if len(set(train[: i + 1])) <= i)
+    assert len(set(train)) == n
+    assert set(train[n : 2 * n]) == set(train[:n])
+    assert train[n : 2 * n] != train[:n]
+    assert not set(train) & {task.prompt(i, HELD_OUT) for i in range(20)}
+    assert task.prompt(0).startswith("Q: What is")
+    assert task.reward(0, f"so\n{task.answer(0)}") == 1.0
+
+
+def test_a_worker_needs_the_learner_s_file_wherever_it_lies(questions, tmp_path):
+    spec, _ = choose(TaskSettings(name="jsonl", options=options(questions, score="exact")))
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(questions.read_bytes())
+    own = TaskSettings(options={"path": str(copy)})
+    questions.unlink()
+    assert build(spec, own).answer(0)
+    with copy.open("a") as file:
+        file.write('{"q": "one more", "a": "1"}\n')
+    with pytest.raises(SettingsError, match="the learner's path of task jsonl is"):
+        build(spec, own)
+    with pytest.raises(SettingsError, match="there is no file"):
+        build(spec, TaskSettings())
+
+
+def test_a_line_that_is_no_question_is_named(questions):
+    with questions.open("a") as file:
+        file.write('{"q": "no answer"}\n')
+    with pytest.raises(SettingsError, match="line 66"):
+        make_task("jsonl", options=options(questions))
