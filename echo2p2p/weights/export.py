@@ -42,15 +42,19 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
         raise SettingsError(f"{store_dir} does not hold version {version}", hint=f"versions there: {held}")
     assets = {asset.name: _held(store, asset.digest, asset.name) for asset in manifest.assets}
     try:
-        _write(folder, snapshot, assets)
+        write_folder(folder, snapshot, assets)
     except OSError as error:
         kind = OutOfDisk if error.errno == errno.ENOSPC else SettingsError
         raise kind(f"{folder} cannot be written: {error.strerror}") from error
     return manifest
 
 
-def _write(folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes]) -> None:
-    """The folder appears at the end, whole."""
+def write_folder(folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes]) -> None:
+    """Write a Hugging Face folder of ``snapshot`` and the files ``assets``; it appears at the end, whole.
+
+    Raises:
+        OSError: it cannot be written, or is there already and not empty.
+    """
     from safetensors.torch import save_file
 
     partial = folder.with_name(folder.name + ".partial")
