@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
-from echo2p2p.learning.batching import MicroBatch, Row, collate, pack, rows_of
+from echo2p2p.learning.batching import MicroBatch, Row, rows_of
+from echo2p2p.learning.forward import PolicyForward
 from echo2p2p.learning.metrics import StepMetrics, StepTally
 from echo2p2p.learning.objective import (
     Objective,
@@ -29,7 +30,6 @@ from echo2p2p.learning.objective import (
     balance_targets,
     batch_divisor,
     batch_sum,
-    chosen_logprobs,
     token_loss,
 )
 from echo2p2p.weights.snapshot import Snapshot, from_state_dict
@@ -49,6 +49,7 @@ class TrainerSettings:
         temperature: at which completions were sampled.
         max_completion_tokens: what a completion may have at most: the budget of constant normalisation.
         micro_batch_tokens: token places in one forward and backward pass.
+        logit_bytes: of a micro-batch's logits that are kept for the backward pass; the others are computed twice.
         compute_dtype: ``float32`` or ``bfloat16`` (autocast); weights and optimizer stay float32.
         publish_dtype: of snapshots, and so of the workers' engines.
         gradient_checkpointing: compute activations twice to keep fewer.
@@ -67,6 +68,7 @@ class TrainerSettings:
     temperature: float = 1.0
     max_completion_tokens: int = 256
     micro_batch_tokens: int = 16384
+    logit_bytes: int = 2**30
     compute_dtype: str = "float32"
     publish_dtype: str = "float32"
     gradient_checkpointing: bool = False
@@ -103,7 +105,10 @@ class GRPOTrainer:
             )
         self.settings = settings
         self._model = self._load(policy_dir).requires_grad_(True)
-        self._reference = self._load(policy_dir) if settings.objective.needs_reference else None
+        self._policy = self._forward(self._model)
+        self._reference = None
+        if settings.objective.needs_reference:
+            self._reference = self._forward(self._load(policy_dir))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self._model)
         self._parameters = dict(self._model.named_parameters())
@@ -163,7 +168,7 @@ class GRPOTrainer:
         """log π_θ of every completion token at the sampling temperature: one float32 tensor a sample."""
         self._prepare_thread()
         rows = rows_of(groups, scale_by_std=self.settings.objective.scale_by_std)
-        by_row = self._row_logprobs(self._model, rows)
+        by_row = self._policy.of_rows(rows)
         found = iter([by_row[id(row)] for row in rows])
         return [[next(found).cpu() for _ in group.samples] for group in groups]
 
@@ -218,7 +223,7 @@ class GRPOTrainer:
         if objective.is_balance:
             rows, fixed = self._with_balance_targets(rows)
         elif n_updates > 1:
-            fixed = _Fixed(old=self._row_logprobs(self._model, rows))
+            fixed = _Fixed(old=self._policy.of_rows(rows))
         divisor = batch_divisor(
             objective,
             tokens=tally.tokens,
@@ -234,8 +239,8 @@ class GRPOTrainer:
     def _with_balance_targets(self, rows: Sequence[Row]) -> tuple[list[Row], _Fixed]:
         """``rows``, which are whole groups in order, with their targets, and what these follow from."""
         assert self._reference is not None
-        old = self._row_logprobs(self._model, rows)
-        reference = self._row_logprobs(self._reference, rows)
+        old = self._policy.of_rows(rows)
+        reference = self._reference.of_rows(rows)
         aimed: list[Row] = []
         for _, group in groupby(rows, key=lambda row: row.group):
             members = list(group)
@@ -257,9 +262,8 @@ class GRPOTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         finite = True
         used_tokens = 0
-        for packed in pack(rows, self.settings.micro_batch_tokens):
-            batch = collate(packed, self._device)
-            logprobs, entropies = self._forward(self._model, batch)
+        for packed, batch in self._policy.micro_batches(rows):
+            logprobs, entropies = self._policy(batch)
             result = self._loss(
                 batch,
                 logprobs,
@@ -313,31 +317,9 @@ class GRPOTrainer:
             reference_logprobs=reference_logprobs,
         )
 
-    def _forward(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the batch's completion tokens."""
-        bf16 = self.settings.compute_dtype != "float32"
-        with torch.autocast(self._device.type, DTYPES[self.settings.compute_dtype], enabled=bf16):
-            output = model(input_ids=batch.ids, use_cache=False, logits_to_keep=batch.keep)
-        return chosen_logprobs(output.logits[batch.where], batch.targets, self.settings.temperature)
-
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if self._reference is None:
-            return None
-        return self._forward(self._reference, batch)[0]
-
-    @torch.no_grad()
-    def _row_logprobs(self, model: nn.Module, rows: Sequence[Row]) -> dict[int, Tensor]:
-        """Log-probabilities of each row's completion under ``model``, by the row's ``id``."""
-        found = {}
-        for packed in pack(rows, self.settings.micro_batch_tokens):
-            batch = collate(packed, self._device)
-            logprobs, _ = self._forward(model, batch)
-            end = 0
-            for row in packed:
-                start, end = end, end + len(row.completion)
-                found[id(row)] = logprobs[start:end]
-        return found
+        return None if self._reference is None else self._reference(batch)[0]
 
     def _learning_rate(self) -> float:
         warmup = self.settings.warmup_steps
@@ -349,6 +331,15 @@ class GRPOTrainer:
 
     def _load(self, policy_dir: Path) -> nn.Module:
         return build_model(policy_dir, dtype=torch.float32, device=self.settings.device, weights=True)
+
+    def _forward(self, model: nn.Module) -> PolicyForward:
+        return PolicyForward(
+            model,
+            temperature=self.settings.temperature,
+            compute_dtype=DTYPES[self.settings.compute_dtype],
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            logit_bytes=self.settings.logit_bytes,
+        )
 
     def _prepare_thread(self) -> None:
         # A thread's own, and the caller may use any thread.
