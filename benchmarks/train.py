@@ -4,10 +4,11 @@
 
 One random policy with SmolLM2-135M's shape, one batch of groups, float32, one update. Each side takes a step that is
 not counted, then ``--steps`` that are; the best counts. TRL runs in a process of its own by ``--trl-python``, or by
-this interpreter where it can be imported, in micro-batches of ``--trl-rows`` sequences (of several numbers the fastest
-counts). Both sides compute the same objective (DAPO) on the same policy without gradient checkpointing, with as many
-threads: their gradient norms are compared, and a difference ends the benchmark. What TRL does beside a step is left out:
-generation, rewards, and the second forward pass where it corrects for the sampler, which the learner's step does.
+this interpreter where it can be imported, in micro-batches of ``--trl-rows`` sequences (of several numbers the
+fastest counts). Both sides compute the same objective (DAPO) on the same policy without gradient checkpointing, with
+as many threads; if their gradient norms differ, the benchmark ends. What TRL does beside a step is
+left out: generation, rewards, and the second forward pass with which it corrects for the sampler (the learner needs
+none).
 
 The last line on stdout is one JSON object, ``{"train": {…}}``:
 

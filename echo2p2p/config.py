@@ -119,7 +119,12 @@ class OptimizerSettings(Section):
     gradient_checkpointing: bool = Field(False, description="compute activations twice to keep fewer")
     kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
-        16_384, description="padded tokens a forward pass"
+        16_384, description="tokens a forward pass; with padding, where an architecture cannot do without"
+    )
+    logit_mib: Annotated[int, Field(ge=0)] = Field(
+        1024,
+        description="memory for logits between a forward and its backward pass, MiB; those that do not fit are "
+        "computed twice",
     )
 
     @model_validator(mode="after")

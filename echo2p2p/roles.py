@@ -404,6 +404,7 @@ def load_policy(
             temperature=options.temperature,
             max_completion_tokens=options.max_new_tokens,
             micro_batch_tokens=optimizer.micro_batch_tokens,
+            logit_bytes=optimizer.logit_mib * 2**20,
             compute_dtype=dtype,
             publish_dtype=published,
             device=device,

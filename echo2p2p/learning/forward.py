@@ -84,7 +84,7 @@ class PolicyForward:
         found = {}
         for part, batch in self.micro_batches(rows):
             lengths = [len(row.completion) for row in part]
-            logprobs = torch.split(self(batch)[0], lengths)  # type: ignore[no-untyped-call]
+            logprobs = torch.split(self(batch)[0], lengths)
             found.update({id(row): own for row, own in zip(part, logprobs, strict=True)})
         return found
 

@@ -51,7 +51,7 @@ def attend(
     if shared > 1:
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
     cut = list(packed_lengths)
-    sequences = zip(*(torch.split(each, cut, dim=2) for each in (query, key, value)), strict=True)  # type: ignore[no-untyped-call]
+    sequences = zip(*(torch.split(each, cut, dim=2) for each in (query, key, value)), strict=True)
     parts = [_attend_one(q, k, v, scaling, sliding_window, softcap) for q, k, v in sequences]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
