@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
     from echo2p2p.rollout.engine import InferenceEngine
     from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.swarm.hivemind import HivemindNetwork
+    from echo2p2p.weights.adapter import AdapterSpec
     from echo2p2p.weights.exchange import ServerLimits
 
 SEED_POLICY = Path(__file__).parent / "seed_policy"
@@ -199,7 +200,7 @@ async def run_learner(
             scorer=scorer,
             publisher=publisher,
             directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
-            assets=_read_assets(settings.policy.path or SEED_POLICY),
+            assets=_read_assets(settings.policy.path or SEED_POLICY, trainer.adapter),
             events=events,
             evaluate=Evaluator(
                 engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
@@ -366,12 +367,12 @@ def load_policy(
     """
     from echo2p2p.data.policy import DTYPES
     from echo2p2p.learning.objective import Objective
-    from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
+    from echo2p2p.learning.trainer import AdapterSettings, GRPOTrainer, TrainerSettings
     from echo2p2p.rollout.transformers_engine import TransformersEngine
 
     folder = settings.policy.path or SEED_POLICY
     device = torch_device(settings.policy.device)
-    options, optimizer = settings.learner, settings.learner.optimizer
+    options, optimizer, lora = settings.learner, settings.learner.optimizer, settings.policy.lora
     dtype = settings.policy.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
@@ -407,6 +408,7 @@ def load_policy(
             logit_bytes=optimizer.logit_mib * 2**20,
             compute_dtype=dtype,
             publish_dtype=published,
+            adapter=AdapterSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
             device=device,
             threads=options.threads or None,
         ),
@@ -414,7 +416,11 @@ def load_policy(
     if checkpoint is not None:
         trainer.load_state(checkpoint.trainer)
     engine = TransformersEngine(
-        folder, device=device, dtype=DTYPES[published], threads=options.threads or None
+        folder,
+        device=device,
+        dtype=DTYPES[published],
+        threads=options.threads or None,
+        adapter=trainer.adapter,
     )
     task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
     return _scorer(folder, task), trainer, engine
@@ -424,27 +430,38 @@ def _build_engine(
     settings: Settings, run_dir: RunDir, task: TaskSpec, assets: Mapping[str, bytes]
 ) -> tuple[InferenceEngine, TaskScorer]:
     """Unpack the run's pinned policy files and make engine and scorer of them. Blocks."""
+    from echo2p2p.weights.adapter import ADAPTER_FILE, decode_spec
+
     run_dir.policy.mkdir(exist_ok=True)
     for name in ASSET_NAMES:
         if name in assets:
             (run_dir.policy / name).write_bytes(assets[name])
         else:
             (run_dir.policy / name).unlink(missing_ok=True)
-    return _engine(settings.worker, run_dir.policy), _scorer(
+    adapter = None
+    if ADAPTER_FILE in assets:
+        adapter = decode_spec(assets[ADAPTER_FILE])
+        _link_base(settings.policy.path or SEED_POLICY, run_dir.policy)
+    return _engine(settings.worker, run_dir.policy, adapter), _scorer(
         run_dir.policy, make_task(task.name, seed=task.seed, options=task.options)
     )
 
 
-def _engine(options: WorkerSettings, policy: Path) -> InferenceEngine:
-    """The engine that the settings name. Raises SettingsError if it is not installed."""
+def _engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | None) -> InferenceEngine:
+    """The engine that the settings name. Raises SettingsError if it is not installed, or cannot do adapters."""
     device, threads = torch_device(options.device), options.threads or None
     if options.engine == "vllm":
+        if adapter is not None:
+            raise SettingsError(
+                "the vllm engine takes whole policies, this run publishes adapters",
+                hint="use --set worker.engine=transformers",
+            )
         from echo2p2p.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(policy, options.vllm, in_flight=options.in_flight, device=device, threads=threads)
     from echo2p2p.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(policy, device=device, threads=threads)
+    return TransformersEngine(policy, device=device, threads=threads, adapter=adapter)
 
 
 def _scorer(folder: Path, task: Any) -> TaskScorer:
@@ -455,8 +472,19 @@ def _scorer(folder: Path, task: Any) -> TaskScorer:
     return TaskScorer(task, PolicyTokenizer(folder), int(load_config(folder).vocab_size))
 
 
-def _read_assets(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in ASSET_NAMES if (folder / name).is_file()}
+def _read_assets(folder: Path, adapter: AdapterSpec | None) -> dict[str, bytes]:
+    from echo2p2p.weights.adapter import ADAPTER_FILE
+
+    assets = {name: (folder / name).read_bytes() for name in ASSET_NAMES if (folder / name).is_file()}
+    return assets if adapter is None else {**assets, ADAPTER_FILE: adapter.encoded()}
+
+
+def _link_base(base: Path, folder: Path) -> None:
+    """Put the weights of ``base`` beside the run's pinned files; they are verified when they are loaded."""
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    for path in base.glob("*.safetensors*"):
+        (folder / path.name).symlink_to(path.resolve())
 
 
 def _import_engine(settings: Settings) -> None:

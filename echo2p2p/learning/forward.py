@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from echo2p2p.learning.batching import MicroBatch, Row, collate, pack
 from echo2p2p.learning.head import head_logprobs
 from echo2p2p.learning.objective import chosen_logprobs
-from echo2p2p.learning.packed import use_packing
-
-_TOLERANCE = 1e-3
+from echo2p2p.learning.packed import TOLERANCE, use_packing
 
 
 class PolicyForward:
@@ -46,11 +44,14 @@ class PolicyForward:
         self._dtype = compute_dtype
         self._micro_batch_tokens = micro_batch_tokens
         self._logit_bytes = logit_bytes
-        # First, while its attention takes a plain row.
-        self.slices = _has_plain_head(self.model, self.device)
-        """Whether the last layer is computed slice by slice."""
-        self.packs = use_packing(model, self.device)
-        """Whether sequences are packed without padding."""
+        # Tried in float32 where the weights are, whatever is computed in later: other figures then show.
+        low = next(self.model.parameters()).dtype != torch.float32
+        with torch.autocast(self.device.type, compute_dtype, enabled=low):
+            # First, while its attention takes a plain row.
+            self.slices = _has_plain_head(self.model, self.device)
+            """Whether the last layer is computed slice by slice."""
+            self.packs = use_packing(model, self.device)
+            """Whether sequences are packed without padding."""
 
     @property
     def device(self) -> torch.device:
@@ -111,4 +112,7 @@ def _has_plain_head(model: Any, device: torch.device) -> bool:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     except (AttributeError, TypeError):
         return False
-    return torch.allclose(hidden @ head.weight.T, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+    tolerance = TOLERANCE[expected.dtype]
+    return torch.allclose(
+        hidden.to(expected.dtype) @ head.weight.to(expected.dtype).T, expected, atol=tolerance, rtol=tolerance
+    )

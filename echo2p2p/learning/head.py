@@ -60,6 +60,8 @@ class _Head(torch.autograd.Function):
         kept = []
         with torch.autocast(hidden.device.type, enabled=False):
             inputs, matrix = hidden.to(dtype), weight.to(dtype)
+            # One buffer for all slices: to take and give back so much memory each time costs as much as to fill it.
+            buffer = torch.empty(min(step, tokens), vocabulary, device=hidden.device)
             for number, part in enumerate(_slices(tokens, step)):
                 product = inputs[part] @ matrix.T
                 if number < keep:
@@ -67,10 +69,10 @@ class _Head(torch.autograd.Function):
                 logits = _scaled(product, temperature)
                 chosen[part] = logits.gather(-1, targets[part, None]).squeeze(-1)
                 largest = logits.amax(dim=-1, keepdim=True)
-                weights = (logits - largest).exp_()
+                weights = torch.sub(logits, largest, out=buffer[: len(logits)]).exp_()
                 total = weights.sum(dim=-1)
                 normaliser[part] = largest.squeeze(-1) + total.log()
-                entropies[part] = normaliser[part] - torch.linalg.vecdot(weights, logits) / total
+                entropies[part] = normaliser[part] - weights.mul_(logits).sum(dim=-1) / total
         chosen -= normaliser
         ctx.save_for_backward(hidden, weight, targets, normaliser, *kept)
         ctx.temperature, ctx.dtype, ctx.step = temperature, dtype, step
@@ -84,10 +86,12 @@ class _Head(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             inputs, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+            buffer = torch.empty(min(ctx.step, len(targets)), len(weight), device=hidden.device)
             for number, part in enumerate(_slices(len(targets), ctx.step)):
                 product = kept[number] if number < len(kept) else inputs[part] @ matrix.T
                 # d chosen / d logits = one-hot − softmax.
-                change = _scaled(product, ctx.temperature).sub(normaliser[part, None]).exp_()
+                logits = _scaled(product, ctx.temperature)
+                change = torch.sub(logits, normaliser[part, None], out=buffer[: len(logits)]).exp_()
                 change *= -gradients[0][part, None]
                 change.scatter_add_(-1, targets[part, None], gradients[0][part, None])
                 change = change.div_(ctx.temperature).to(ctx.dtype)

@@ -8,7 +8,7 @@ update whose loss or gradient is not finite changes nothing and ends the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +32,17 @@ from echo2p2p.learning.objective import (
     batch_sum,
     token_loss,
 )
-from echo2p2p.weights.snapshot import Snapshot, from_state_dict
+from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter
+from echo2p2p.weights.snapshot import Snapshot, fingerprint_of, from_state_dict
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """``rank``, ``alpha`` and ``targets`` of :class:`echo2p2p.weights.adapter.AdapterSpec`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class TrainerSettings:
         compute_dtype: ``float32`` or ``bfloat16`` (autocast); weights and optimizer stay float32.
         publish_dtype: of snapshots, and so of the workers' engines.
         gradient_checkpointing: compute activations twice to keep fewer.
+        adapter: train an adapter of this kind and leave the policy's weights alone; None trains all of them.
         device: ``cpu``, ``cuda``, …
         threads: torch's threads for a step on the CPU; None leaves torch's own choice.
     """
@@ -72,6 +83,7 @@ class TrainerSettings:
     compute_dtype: str = "float32"
     publish_dtype: str = "float32"
     gradient_checkpointing: bool = False
+    adapter: AdapterSettings | None = None
     device: str = "cpu"
     threads: int | None = None
 
@@ -104,14 +116,18 @@ class GRPOTrainer:
                 hint="set kl_beta to 0 and choose balance_beta",
             )
         self.settings = settings
-        self._model = self._load(policy_dir).requires_grad_(True)
+        self._model = self._load(policy_dir)
+        self.adapter = self._add_adapter()
+        """What the versions are adapters of; None if they are whole policies."""
+        if self.adapter is None:
+            self._model.requires_grad_(True)
         self._policy = self._forward(self._model)
         self._reference = None
         if settings.objective.needs_reference:
             self._reference = self._forward(self._load(policy_dir))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self._model)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=settings.learning_rate,
@@ -154,14 +170,8 @@ class GRPOTrainer:
 
     def snapshot(self) -> Snapshot:
         """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
-        dtype = DTYPES[self.settings.publish_dtype]
-        cast: dict[int, Tensor] = {}
-        state = self._model.state_dict()
-        for tensor in state.values():
-            if tensor.is_floating_point() and tensor.data_ptr() not in cast:
-                cast[tensor.data_ptr()] = tensor.to(dtype)
-        # Tied names share one cast tensor, so that the snapshot sees that they are tied.
-        return from_state_dict({name: cast.get(tensor.data_ptr(), tensor) for name, tensor in state.items()})
+        state = self._model.state_dict() if self.adapter is None else adapter_state(self._model)
+        return from_state_dict(_cast(state, DTYPES[self.settings.publish_dtype]))
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
@@ -330,7 +340,25 @@ class GRPOTrainer:
         return next(iter(self._parameters.values())).device
 
     def _load(self, policy_dir: Path) -> nn.Module:
-        return build_model(policy_dir, dtype=torch.float32, device=self.settings.device, weights=True)
+        settings = self.settings
+        if settings.adapter is None:
+            return build_model(policy_dir, dtype=torch.float32, device=settings.device, weights=True)
+        # A base has the bits that the engines have: what is never trained needs no more.
+        published = DTYPES[settings.publish_dtype]
+        model = build_model(policy_dir, dtype=published, device=settings.device, weights=True)
+        return model if settings.compute_dtype == settings.publish_dtype else model.float()
+
+    def _add_adapter(self) -> AdapterSpec | None:
+        settings, wanted = self.settings, self.settings.adapter
+        if wanted is None:
+            return None
+        base = fingerprint_of(_cast(self._model.state_dict(), DTYPES[settings.publish_dtype]))
+        spec = AdapterSpec(wanted.rank, wanted.alpha, wanted.targets, settings.publish_dtype, base)
+        add_adapter(self._model, spec, dtype=torch.float32)
+        trained = adapter_state(self._model)
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return spec
 
     def _forward(self, model: nn.Module) -> PolicyForward:
         return PolicyForward(
@@ -353,6 +381,15 @@ class _Fixed:
 
     old: dict[int, Tensor] = field(default_factory=dict)
     reference: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """``state`` in ``dtype``; tied names share one cast tensor, so that a snapshot sees that they are tied."""
+    cast: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if tensor.is_floating_point() and tensor.data_ptr() not in cast:
+            cast[tensor.data_ptr()] = tensor.to(dtype)
+    return {name: cast.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
 
 
 def _of(rows: Sequence[Row], found: dict[int, Tensor]) -> Tensor:
