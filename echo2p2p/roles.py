@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
     from echo2p2p.data.scoring import TaskScorer
     from echo2p2p.data.work import TaskSpec
     from echo2p2p.learning.checkpoint import Checkpoint
-    from echo2p2p.learning.trainer import GRPOTrainer
+    from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
     from echo2p2p.rollout.engine import InferenceEngine
     from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.swarm.hivemind import HivemindNetwork
@@ -366,64 +366,96 @@ def load_policy(
         VerificationError: the checkpoint is not of this policy.
     """
     from echo2p2p.data.policy import DTYPES
-    from echo2p2p.learning.objective import Objective
-    from echo2p2p.learning.trainer import AdapterSettings, GRPOTrainer, TrainerSettings
+    from echo2p2p.learning.ranks import Ranks, is_started_by_torchrun
+    from echo2p2p.learning.sharded import ShardedTrainer
+    from echo2p2p.learning.trainer import GRPOTrainer
     from echo2p2p.rollout.transformers_engine import TransformersEngine
 
     folder = settings.policy.path or SEED_POLICY
+    chosen = trainer_settings(settings)
+    trainer: GRPOTrainer
+    if is_started_by_torchrun():
+        trainer = ShardedTrainer(folder, chosen, Ranks(chosen.device))
+    else:
+        trainer = GRPOTrainer(folder, chosen)
+    if checkpoint is not None:
+        trainer.load_state(checkpoint.trainer)
+    engine = TransformersEngine(
+        folder,
+        device=chosen.device,
+        dtype=DTYPES[chosen.publish_dtype],
+        threads=chosen.threads,
+        adapter=trainer.adapter,
+    )
+    task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
+    return _scorer(folder, task), trainer, engine
+
+
+def trainer_settings(settings: Settings) -> TrainerSettings:
+    """The trainer's part of ``settings``, with what they leave open decided by this machine."""
+    from echo2p2p.learning.objective import Objective
+    from echo2p2p.learning.trainer import AdapterSettings, TrainerSettings
+
     device = torch_device(settings.policy.device)
     options, optimizer, lora = settings.learner, settings.learner.optimizer, settings.policy.lora
     dtype = settings.policy.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     published = dtype if settings.policy.publish_dtype == "auto" else settings.policy.publish_dtype
-    trainer = GRPOTrainer(
-        folder,
-        TrainerSettings(
-            objective=Objective(
-                kind=optimizer.objective,
-                normalisation=optimizer.normalisation,
-                ratio_level=optimizer.ratio_level,
-                proximal=optimizer.proximal,
-                clip_low=optimizer.clip_low,
-                clip_high=optimizer.clip_high,
-                importance_cap=optimizer.importance_cap,
-                mask_measure=optimizer.mask_measure,
-                mask_low=optimizer.mask_low,
-                mask_high=optimizer.mask_high,
-                kl_beta=optimizer.kl_beta,
-                scale_by_std=optimizer.scale_by_std,
-                balance_beta=optimizer.balance_beta,
-            ),
-            learning_rate=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
-            warmup_steps=optimizer.warmup_steps,
-            max_grad_norm=optimizer.max_grad_norm,
-            updates_per_step=optimizer.updates_per_step,
-            gradient_checkpointing=optimizer.gradient_checkpointing,
-            temperature=options.temperature,
-            max_completion_tokens=options.max_new_tokens,
-            micro_batch_tokens=optimizer.micro_batch_tokens,
-            logit_bytes=optimizer.logit_mib * 2**20,
-            compute_dtype=dtype,
-            publish_dtype=published,
-            adapter=AdapterSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
-            device=device,
-            threads=options.threads or None,
+    return TrainerSettings(
+        objective=Objective(
+            kind=optimizer.objective,
+            normalisation=optimizer.normalisation,
+            ratio_level=optimizer.ratio_level,
+            proximal=optimizer.proximal,
+            clip_low=optimizer.clip_low,
+            clip_high=optimizer.clip_high,
+            importance_cap=optimizer.importance_cap,
+            mask_measure=optimizer.mask_measure,
+            mask_low=optimizer.mask_low,
+            mask_high=optimizer.mask_high,
+            kl_beta=optimizer.kl_beta,
+            scale_by_std=optimizer.scale_by_std,
+            balance_beta=optimizer.balance_beta,
         ),
-    )
-    if checkpoint is not None:
-        trainer.load_state(checkpoint.trainer)
-    engine = TransformersEngine(
-        folder,
+        learning_rate=optimizer.learning_rate,
+        betas=(optimizer.beta1, optimizer.beta2),
+        weight_decay=optimizer.weight_decay,
+        warmup_steps=optimizer.warmup_steps,
+        max_grad_norm=optimizer.max_grad_norm,
+        updates_per_step=optimizer.updates_per_step,
+        gradient_checkpointing=optimizer.gradient_checkpointing,
+        temperature=options.temperature,
+        max_completion_tokens=options.max_new_tokens,
+        micro_batch_tokens=optimizer.micro_batch_tokens,
+        logit_bytes=optimizer.logit_mib * 2**20,
+        compute_dtype=dtype,
+        publish_dtype=published,
+        adapter=AdapterSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         device=device,
-        dtype=DTYPES[published],
         threads=options.threads or None,
-        adapter=trainer.adapter,
     )
-    task = make_task(settings.task.name, seed=settings.task.seed, options=settings.task.options)
-    return _scorer(folder, task), trainer, engine
+
+
+def follow_learner(settings: Settings) -> None:
+    """Train as rank 1 or above of torchrun until rank 0, which is the learner, says stop. Blocks.
+
+    Raises:
+        SettingsError: the policy is unusable here.
+    """
+    import signal
+
+    from echo2p2p.learning.ranks import Ranks
+    from echo2p2p.learning.sharded import follow
+    from echo2p2p.learning.trainer import GRPOTrainer
+
+    # A signal to stop goes to all ranks; rank 0 needs the others for its last checkpoint, and then lets them go.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    chosen = trainer_settings(settings)
+    ranks = Ranks(chosen.device)
+    follow(GRPOTrainer(settings.policy.path or SEED_POLICY, chosen, ranks), ranks)
+    ranks.close()
 
 
 def _build_engine(

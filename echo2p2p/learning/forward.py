@@ -8,6 +8,7 @@ of them gives other figures gets padded rows, or its own last layer, instead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -67,17 +68,12 @@ class PolicyForward:
         """Log-probabilities and entropies of the batch's completion tokens, float32, (tokens,) each."""
         low = self._dtype != torch.float32
         with torch.autocast(self.device.type, self._dtype, enabled=low):
-            if not self.slices:
-                return chosen_logprobs(self._logits(batch), batch.targets, self._temperature)
-            hidden = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
-        return head_logprobs(
-            hidden.flatten(0, 1)[batch.at],
-            self.model.get_output_embeddings().weight,
-            batch.targets,
-            temperature=self._temperature,
-            dtype=self._dtype,
-            kept_bytes=self._logit_bytes,
-        )
+            if self.slices:
+                with self._sliced(batch):
+                    both = self._predicted(batch, self._output(batch))
+                return both[:, 0], both[:, 1].detach()
+            logits = self._predicted(batch, self._output(batch))
+        return chosen_logprobs(logits, batch.targets, self._temperature)
 
     @torch.no_grad()
     def of_rows(self, rows: Sequence[Row]) -> dict[int, Tensor]:
@@ -89,15 +85,45 @@ class PolicyForward:
             found.update({id(row): own for row, own in zip(part, logprobs, strict=True)})
         return found
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
-        """By the model's own last layer: (tokens, vocabulary)."""
-        if self.packs:
-            output = self.model(**batch.inputs, use_cache=False, logits_to_keep=batch.at)
-            return cast("Tensor", output.logits[0])
-        output = self.model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep)
+    def _output(self, batch: MicroBatch) -> Tensor:
+        """What the model's last layer makes of the last places: its logits, usually."""
+        keep = batch.at if self.packs else batch.keep
+        output = self.model(**batch.inputs, use_cache=False, logits_to_keep=keep)
+        return cast("Tensor", output.logits)
+
+    def _predicted(self, batch: MicroBatch, values: Tensor) -> Tensor:
+        """Of ``values``, which the model returned, those of the predicting places: (tokens, …)."""
+        if values.shape[:-1] == (1, len(batch.at)):
+            return values[0]
         width = batch.inputs["input_ids"].shape[1]
-        columns = batch.at % width - (width - batch.keep)
-        return cast("Tensor", output.logits[batch.at // width, columns])
+        return values[batch.at // width, batch.at % width - (width - batch.keep)]
+
+    @contextmanager
+    def _sliced(self, batch: MicroBatch) -> Iterator[None]:
+        """The model's last layer returns (log-probability, entropy) of each target instead of logits.
+
+        It is replaced where it stands, within the model: its weights may be spread over several processes, and are
+        together only while the model runs.
+        """
+        head = self.model.get_output_embeddings()
+
+        def forward(hidden: Tensor) -> Tensor:
+            found = head_logprobs(
+                self._predicted(batch, hidden),
+                head.weight,
+                batch.targets,
+                temperature=self._temperature,
+                dtype=self._dtype,
+                kept_bytes=self._logit_bytes,
+            )
+            # No view: what FSDP hooks onto it would be lost.
+            return torch.stack([each[None] for each in found], dim=-1)
+
+        head.forward = forward
+        try:
+            yield
+        finally:
+            del head.forward
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ update whose loss or gradient is not finite changes nothing and ends the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +32,7 @@ from echo2p2p.learning.objective import (
     batch_sum,
     token_loss,
 )
+from echo2p2p.learning.ranks import Ranks, fill, gathered, whole
 from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter
 from echo2p2p.weights.snapshot import Snapshot, fingerprint_of, from_state_dict
 
@@ -101,12 +102,14 @@ class GRPOTrainer:
 
     Args:
         policy_dir: the policy folder, with its first weights.
+        ranks: of the processes that train it together; each calls the same methods in the same order, and what
+            they return counts on rank 0. None for one process.
 
     Raises:
         SettingsError: the folder is no usable policy, a dtype is unknown, or the objective contradicts itself.
     """
 
-    def __init__(self, policy_dir: Path, settings: TrainerSettings) -> None:
+    def __init__(self, policy_dir: Path, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
         for name in (settings.compute_dtype, settings.publish_dtype):
             if name not in DTYPES:
                 raise SettingsError(f"dtype {name!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
@@ -116,6 +119,7 @@ class GRPOTrainer:
                 hint="set kl_beta to 0 and choose balance_beta",
             )
         self.settings = settings
+        self._ranks = ranks
         self._model = self._load(policy_dir)
         self.adapter = self._add_adapter()
         """What the versions are adapters of; None if they are whole policies."""
@@ -127,6 +131,9 @@ class GRPOTrainer:
             self._reference = self._forward(self._load(policy_dir))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self._model)
+        if ranks is not None:
+            for forward in filter(None, (self._policy, self._reference)):
+                ranks.shard(forward.model)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -134,6 +141,7 @@ class GRPOTrainer:
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
         self.steps = 0
         """Steps taken, skipped ones included: the policy version that the trainer holds."""
@@ -161,6 +169,8 @@ class GRPOTrainer:
             raise OutOfMemory(
                 "a training step did not fit into memory", hint="lower micro_batch_tokens"
             ) from error
+        if self._ranks is not None:
+            tally.add_up(self._ranks)
         self.non_finite_steps += skipped == "non-finite"
         metrics = tally.metrics(
             skipped, learning_rate=self._learning_rate(), non_finite_steps=self.non_finite_steps
@@ -170,8 +180,11 @@ class GRPOTrainer:
 
     def snapshot(self) -> Snapshot:
         """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
-        state = self._model.state_dict() if self.adapter is None else adapter_state(self._model)
-        return from_state_dict(_cast(state, DTYPES[self.settings.publish_dtype]))
+        state = self._model.state_dict(keep_vars=True)
+        if self.adapter is not None:
+            state = {name: tensor for name, tensor in state.items() if name in self._parameters}
+        dtype = DTYPES[self.settings.publish_dtype]
+        return from_state_dict(gathered(state, dtype, keep=self._leads))
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
@@ -190,9 +203,12 @@ class GRPOTrainer:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
         counters = {"steps": self.steps, "updates": self.updates, "non_finite_steps": self.non_finite_steps}
-        return TrainerState(
-            {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, counters
-        )
+        copies = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._leads:
+                copies[name] = full.cpu().clone()
+        return TrainerState(copies, counters)
 
     def load_state(self, state: TrainerState) -> None:
         """Become what :meth:`state` described. Nothing is changed unless all of it fits.
@@ -200,28 +216,50 @@ class GRPOTrainer:
         Raises:
             VerificationError: it is not the state of a trainer of this policy.
         """
-        expected: dict[str, Tensor] = {f"policy.{name}": p for name, p in self._parameters.items()}
-        if state.counters.get("updates", 0):
-            for name, parameter in self._parameters.items():
-                expected[f"optimizer.exp_avg.{name}"] = expected[f"optimizer.exp_avg_sq.{name}"] = parameter
-                expected[f"optimizer.step.{name}"] = torch.zeros(())
-        _check_same_layout(expected, state)
+        self.check_state(state)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(state.tensors[f"policy.{name}"])
+                fill(parameter, state.tensors[f"policy.{name}"])
         self._optimizer.state.clear()
         for name, parameter in self._parameters.items():
             if f"optimizer.step.{name}" in state.tensors:
-                self._optimizer.state[parameter] = {
-                    "step": state.tensors[f"optimizer.step.{name}"].clone(),
-                    "exp_avg": state.tensors[f"optimizer.exp_avg.{name}"].to(parameter.device, copy=True),
-                    "exp_avg_sq": state.tensors[f"optimizer.exp_avg_sq.{name}"].to(
-                        parameter.device, copy=True
-                    ),
-                }
+                moments = {"exp_avg": torch.empty_like(parameter), "exp_avg_sq": torch.empty_like(parameter)}
+                for key, moment in moments.items():
+                    fill(moment, state.tensors[f"optimizer.{key}.{name}"])
+                # Fused, AdamW counts on the parameter's device.
+                step = state.tensors[f"optimizer.step.{name}"].to(parameter.device, copy=True)
+                self._optimizer.state[parameter] = {"step": step, **moments}
         self.steps = state.counters["steps"]
         self.updates = state.counters["updates"]
         self.non_finite_steps = state.counters["non_finite_steps"]
+
+    def close(self) -> None:
+        """Let go of whatever else trains with it; it is not used any more."""
+
+    def check_state(self, state: TrainerState) -> None:
+        """Raises VerificationError if ``state`` is not one of a trainer of this policy."""
+        _check_same_layout(self._layout(state.counters), state)
+
+    def blank_state(self, counters: dict[str, int]) -> TrainerState:
+        """A state with ``counters`` and no particular values: what a rank loads whose part comes from rank 0."""
+        tensors = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype)
+            for name, tensor in self._layout(counters).items()
+        }
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer.step."):
+                # The one kind that every rank has whole: how often its parameter was updated.
+                tensor.fill_(counters["updates"])
+        return TrainerState(tensors, counters)
+
+    def _layout(self, counters: dict[str, int]) -> dict[str, Tensor]:
+        """A tensor of the right shape and dtype for every name of a state."""
+        expected: dict[str, Tensor] = {f"policy.{name}": p for name, p in self._parameters.items()}
+        if counters.get("updates", 0):
+            for name, parameter in self._parameters.items():
+                expected[f"optimizer.exp_avg.{name}"] = expected[f"optimizer.exp_avg_sq.{name}"] = parameter
+                expected[f"optimizer.step.{name}"] = torch.zeros(())
+        return expected
 
     def _update_all(self, tally: StepTally) -> str:
         objective = self.settings.objective
@@ -272,7 +310,7 @@ class GRPOTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         finite = True
         used_tokens = 0
-        for packed, batch in self._policy.micro_batches(rows):
+        for packed, batch, counts in self._shares(rows):
             logprobs, entropies = self._policy(batch)
             result = self._loss(
                 batch,
@@ -284,16 +322,21 @@ class GRPOTrainer:
             )
             loss = batch_sum(result.loss, batch.where, self.settings.objective) / divisor
             finite = finite and bool(torch.isfinite(loss))
-            if not finite:
+            if not finite and self._ranks is None:
                 break
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Gradients are averaged over the ranks, while the parts of a loss add up.
+            (loss * (counts * self._size)).backward()  # type: ignore[no-untyped-call]
+            if not counts or not finite:
+                continue
             tally.add(result, entropies, float(loss.detach()))
             moving = ~result.masked
             if not self.settings.objective.is_balance:
                 moving &= batch.advantages != 0
             used_tokens += int(moving.sum())
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.settings.max_grad_norm)
-        tally.grad_norm = float(norm)
+        tally.grad_norm = float(whole(norm))
+        if self._ranks is not None:
+            finite = not self._ranks.largest([not finite])[0]
         if not finite or not math.isfinite(tally.grad_norm):
             self._optimizer.zero_grad(set_to_none=True)
             return False
@@ -304,6 +347,18 @@ class GRPOTrainer:
         self.updates += 1
         tally.used_tokens += used_tokens
         return True
+
+    def _shares(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], MicroBatch, bool]]:
+        """This rank's micro-batches of ``rows``, and whether they count: all ranks run the model equally often."""
+        if self._ranks is None:
+            for packed, batch in self._policy.micro_batches(rows):
+                yield packed, batch, True
+            return
+        by_length = sorted(rows, key=lambda row: -row.length)
+        own = by_length[self._ranks.rank :: self._ranks.size]
+        mine = list(self._policy.micro_batches(own or by_length[-1:]))
+        for number in range(int(self._ranks.largest([len(mine)])[0])):
+            yield *mine[min(number, len(mine) - 1)], number < len(mine) and bool(own)
 
     def _loss(
         self, batch: MicroBatch, logprobs: Tensor, *, old_logprobs: Tensor, reference_logprobs: Tensor | None
@@ -336,23 +391,35 @@ class GRPOTrainer:
         return self.settings.learning_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
 
     @property
+    def _size(self) -> int:
+        return 1 if self._ranks is None else self._ranks.size
+
+    @property
+    def _leads(self) -> bool:
+        return self._ranks is None or self._ranks.rank == 0
+
+    @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 
     def _load(self, policy_dir: Path) -> nn.Module:
         settings = self.settings
+        # Where it is spread over several processes, each layer goes to its device as it is cut.
+        device = settings.device if self._ranks is None else "cpu"
         if settings.adapter is None:
-            return build_model(policy_dir, dtype=torch.float32, device=settings.device, weights=True)
+            return build_model(policy_dir, dtype=torch.float32, device=device, weights=True)
         # A base has the bits that the engines have: what is never trained needs no more.
         published = DTYPES[settings.publish_dtype]
-        model = build_model(policy_dir, dtype=published, device=settings.device, weights=True)
+        model = build_model(policy_dir, dtype=published, device=device, weights=True)
         return model if settings.compute_dtype == settings.publish_dtype else model.float()
 
     def _add_adapter(self) -> AdapterSpec | None:
         settings, wanted = self.settings, self.settings.adapter
         if wanted is None:
             return None
-        base = fingerprint_of(_cast(self._model.state_dict(), DTYPES[settings.publish_dtype]))
+        base = fingerprint_of(
+            gathered(self._model.state_dict(keep_vars=True), DTYPES[settings.publish_dtype], keep=True)
+        )
         spec = AdapterSpec(wanted.rank, wanted.alpha, wanted.targets, settings.publish_dtype, base)
         add_adapter(self._model, spec, dtype=torch.float32)
         trained = adapter_state(self._model)
@@ -381,15 +448,6 @@ class _Fixed:
 
     old: dict[int, Tensor] = field(default_factory=dict)
     reference: dict[int, Tensor] = field(default_factory=dict)
-
-
-def _cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """``state`` in ``dtype``; tied names share one cast tensor, so that a snapshot sees that they are tied."""
-    cast: dict[int, Tensor] = {}
-    for tensor in state.values():
-        if tensor.is_floating_point() and tensor.data_ptr() not in cast:
-            cast[tensor.data_ptr()] = tensor.to(dtype)
-    return {name: cast.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
 
 
 def _of(rows: Sequence[Row], found: dict[int, Tensor]) -> Tensor:
