@@ -62,7 +62,8 @@ def test_two_ranks_train_as_one(tmp_path: Path, name: str, adapter_rank: int) ->
         found = json.loads((tmp_path / f"found-{number}.json").read_text())
         for step, metrics in enumerate(found["steps"]):
             expected = asdict(alone.train(make_groups(step)))
-            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert metrics.pop("skipped") == expected.pop("skipped") == ""
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
             if step == 0:
                 # After one update exp_avg is a tenth of the gradient.
                 tensors = load_file(tmp_path / f"state-{number}.safetensors")
