@@ -28,7 +28,7 @@ def run_ranks(size: int, *arguments: object) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("sharded_run.py")
-    paths = os.pathsep.join([str(Path(__file__).parents[1] / "unit"), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     common = {
         "PYTHONPATH": paths,
         "MASTER_ADDR": "127.0.0.1",
