@@ -132,6 +132,8 @@ def gathered(state: Mapping[str, Tensor], dtype: torch.dtype | None, *, keep: bo
     for name, tensor in state.items():
         if id(tensor) not in held:
             full = whole(tensor)
+            if hasattr(tensor, "full_tensor"):
+                full = full.cpu()  # one device may have no room for what is spread over several
             if dtype is not None and full.is_floating_point():
                 full = full.to(dtype)
             # Only the name is remembered elsewhere: all ranks gather the same tensors in the same order.

@@ -178,6 +178,7 @@ class GRPOTrainer:
         self.steps += 1
         return metrics
 
+    @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
         state = self._model.state_dict(keep_vars=True)
