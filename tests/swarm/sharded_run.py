@@ -53,6 +53,7 @@ def main() -> None:
         )
         logprobs = trainer.logprobs(make_groups(2))[0][0].tolist()
         found = {"steps": steps, "same": first.fingerprint() == again.fingerprint(), "logprobs": logprobs}
+        found["counters"] = state.counters
         found["aliases"] = again.layout.aliases
         (out / f"found-{number}.json").write_text(json.dumps(found))
         ranks.tell(Order("stop"))
