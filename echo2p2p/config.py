@@ -78,11 +78,26 @@ class TaskSettings(Section):
     chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
 
 
+class LoraSettings(Section):
+    """A low-rank adapter, trained and published instead of the policy's weights."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0, description="r; 0: no adapter, all weights are trained"
+    )
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = Field(32, description="α: the adapter counts α/r times")
+    targets: Annotated[tuple[str, ...], Field(min_length=1, max_length=64)] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="names of the linear layers that get one",
+    )
+
+
 class PolicySettings(Section):
     """The model that is trained."""
 
     path: Path | None = Field(
-        None, description="Hugging Face folder to start from; empty: the seed policy that comes with echo2p2p"
+        None,
+        description="Hugging Face folder to start from; empty: the seed policy that comes with echo2p2p. A worker "
+        "needs it only where adapters are trained (policy.lora): their base, the same folder as the learner's",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="the learner computes in it; auto: bfloat16 on a GPU, float32 elsewhere"
@@ -91,6 +106,7 @@ class PolicySettings(Section):
         "auto", description="weights travel, and workers generate, in it; auto: as dtype"
     )
     device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1, …")
+    lora: LoraSettings = LoraSettings()
 
 
 class OptimizerSettings(Section):
@@ -144,7 +160,12 @@ class OptimizerSettings(Section):
     gradient_checkpointing: bool = Field(False, description="compute activations twice to keep fewer")
     kl_beta: NonNegative = Field(0.0, description="β of the KL term to the starting policy; 0 leaves it out")
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
-        16_384, description="padded tokens a forward pass"
+        16_384, description="tokens a forward pass; with padding, where an architecture cannot do without"
+    )
+    logit_mib: Annotated[int, Field(ge=0)] = Field(
+        1024,
+        description="memory for logits between a forward and its backward pass, MiB; those that do not fit are "
+        "computed twice",
     )
 
     @model_validator(mode="after")

@@ -14,14 +14,14 @@ class Processes:
         self.settings.write_text(settings)
         self.processes = []
 
-    def start(self, *arguments):
+    def start(self, *arguments, environment=None):
         with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "echo2p2p", *arguments, "--config", str(self.settings)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
         self.processes.append(process)
         return process

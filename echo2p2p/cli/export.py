@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
 from echo2p2p.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from echo2p2p.weights.adapter import AdapterSpec
 
 
 @click.command("export")
@@ -18,7 +25,12 @@ from echo2p2p.errors import SettingsError
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a learner or worker that holds the version.",
 )
-def command(version: str, folder: Path, run_dir: Path) -> None:
+@click.option(
+    "--base",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where adapters are trained: the policy folder to merge them into; without it they are written for peft.",
+)
+def command(version: str, folder: Path, run_dir: Path, base: Path | None) -> None:
     """Write a published version as a Hugging Face folder that loads with from_pretrained.
 
     The version is put together from verified chunks; nothing is written unless all of it is right.
@@ -29,5 +41,12 @@ def command(version: str, folder: Path, run_dir: Path) -> None:
         raise SettingsError(f"{folder} is not empty", hint="name a new folder")
     from echo2p2p.weights.export import export_version
 
-    manifest = export_version(run_dir / "store", None if version == "latest" else int(version), folder)
+    wanted = None if version == "latest" else int(version)
+    manifest = export_version(run_dir / "store", wanted, folder, base=_loader(base) if base else None)
     click.echo(f"version {manifest.version} of {manifest.run} is in {folder}", err=True)
+
+
+def _loader(base: Path) -> Callable[[AdapterSpec], nn.Module]:
+    from echo2p2p.data.policy import DTYPES, build_model
+
+    return lambda spec: build_model(base, dtype=DTYPES[spec.dtype], device="cpu", weights=True)

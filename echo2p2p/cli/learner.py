@@ -67,12 +67,15 @@ def command(
     import sys
 
     from echo2p2p.cli.run import join_line, run_role, setup_logging
-    from echo2p2p.roles import run_learner
+    from echo2p2p.roles import follow_learner, run_learner
     from echo2p2p.rundir import RunDir
     from echo2p2p.telemetry.events import EventLog
     from echo2p2p.telemetry.live import LiveView, wants_plain
 
     setup_logging(verbose)
+    if int(os.environ.get("RANK", "0")) > 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        follow_learner(settings)
+        return
     place = RunDir.open(settings.run_dir or Path("runs") / settings.name)
     started = False
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from echo2p2p.errors import SettingsError
@@ -50,7 +50,7 @@ def build_model(
         weights: load ``model.safetensors`` from the folder; otherwise the weights are whatever the
             architecture initialises, and a snapshot has to be installed before use.
         attention: ``sdpa`` or ``eager``. Never taken from the folder, whose ``config.json`` could name a
-            kernel to be downloaded.
+            kernel to be downloaded. Architectures without ``sdpa`` (Gemma 2 caps its scores) get ``eager``.
 
     Raises:
         SettingsError: the folder is no usable policy.
@@ -59,7 +59,7 @@ def build_model(
         raise SettingsError(f"attention {attention!r} is unknown", hint=f"one of {', '.join(_ATTENTION)}")
     config = load_config(policy_dir)
     common: dict[str, Any] = {
-        "attn_implementation": attention,
+        "attn_implementation": attention if _has_sdpa(config) else "eager",
         "dtype": dtype or getattr(config, "dtype", None) or torch.float32,
         "trust_remote_code": False,
     }
@@ -120,6 +120,12 @@ def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
         float32, the same shape.
     """
     return torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+
+
+def _has_sdpa(config: PretrainedConfig) -> bool:
+    """Whether the architecture can use it; transformers refuses to build one that cannot."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return bool(getattr(architecture, "_supports_sdpa", True))
 
 
 def _load_weights(policy_dir: Path, config: PretrainedConfig, common: dict[str, Any]) -> Any:

@@ -1,13 +1,15 @@
-"""From groups to padded micro-batches: what the trainer feeds its model (pure, but for tensors).
+"""From groups to micro-batches: what the trainer feeds its model (pure, but for tensors).
 
-Rows are sorted by length, so that little is padding, and packed up to a budget of token places. Padding is on
-the right and attention is causal, so no real token ever sees it and no mask is needed.
+Where the model's attention is :mod:`echo2p2p.learning.packed`, sequences lie one behind the other and nothing is
+padding. Otherwise they lie side by side: rows of similar length together, so that little is padding, which is on the
+right, where no real token sees it, since attention is causal; so no mask is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from echo2p2p.data.trajectory import Group
 from echo2p2p.learning.objective import group_advantages
+from echo2p2p.learning.packed import packed_inputs
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,19 @@ class Row:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows side by side.
+    """Rows that go through the model together.
 
     Attributes:
-        ids: int64, (rows, width), padded with 0.
-        keep: how many of the last places hold every predicted token.
-        where: bool, (rows, keep), the places that predict a token that is trained.
-        targets, sampler_logprobs, advantages: (tokens,), in the row-major order of ``where``.
+        inputs: what the model is called with; ``input_ids`` is (1, all tokens) or (rows, longest).
+        at: int64, (tokens,), the places that predict a token that is trained, in the flattened ``input_ids``.
+        keep: of side by side rows: how many of the last places hold all of these; 0 for one behind the other.
+        where: bool, (rows, most tokens of a row), which of the tokens belong to which row, in row-major order.
+        targets, sampler_logprobs, advantages: (tokens,), in the order of ``at``.
         balance_targets: float32, (rows,).
     """
 
-    ids: Tensor
+    inputs: dict[str, Any]
+    at: Tensor
     keep: int
     where: Tensor
     targets: Tensor
@@ -82,34 +87,52 @@ def rows_of(groups: Sequence[Group], *, scale_by_std: bool) -> list[Row]:
     return rows
 
 
-def pack(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Rows of similar length together, each pack at most ``max_tokens`` token places, or one row."""
+def pack(rows: Sequence[Row], max_tokens: int, *, padded: bool) -> Iterator[list[Row]]:
+    """Rows of similar length together, each pack at most ``max_tokens`` token places, or one row.
+
+    Args:
+        padded: a row takes as many places as the longest beside it.
+    """
     packed: list[Row] = []
+    places = 0
     for row in sorted(rows, key=lambda row: -row.length):
-        if packed and (len(packed) + 1) * packed[0].length > max_tokens:
+        width = packed[0].length if padded and packed else row.length
+        if packed and places + width > max_tokens:
             yield packed
-            packed = []
+            packed, places, width = [], 0, row.length
         packed.append(row)
+        places += width
     if packed:
         yield packed
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """One micro-batch of ``rows`` on ``device``."""
-    width = max(row.length for row in rows)
-    first = min(len(row.prompt) for row in rows) - 1
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    where = np.zeros((len(rows), width), dtype=np.bool_)
-    for i, row in enumerate(rows):
-        ids[i, : row.length] = [*row.prompt, *row.completion[:-1]]
-        where[i, len(row.prompt) - 1 : row.length] = row.trained
+def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> MicroBatch:
+    """One micro-batch of ``rows`` on ``device``: side by side if ``padded``, else one behind the other."""
     lengths = [row.n_trained for row in rows]
     targets = [np.asarray(row.completion, dtype=np.int64)[row.trained] for row in rows]
     sampler_logprobs = [row.sampler_logprobs[row.trained] for row in rows]
+    sequences = [[*row.prompt, *row.completion[:-1]] for row in rows]
+    width = max(row.length for row in rows)
+    starts = [i * width for i in range(len(rows))]
+    keep = 0
+    if padded:
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        for i, sequence in enumerate(sequences):
+            ids[i, : len(sequence)] = sequence
+        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(device)}
+        keep = width + 1 - min(len(row.prompt) for row in rows)
+    else:
+        inputs = packed_inputs(sequences, device)
+        starts = np.cumsum([0, *(row.length for row in rows)]).tolist()[:-1]
+    at = [
+        np.arange(start + len(row.prompt) - 1, start + row.length)[row.trained]
+        for start, row in zip(starts, rows, strict=True)
+    ]
     return MicroBatch(
-        ids=torch.from_numpy(ids).to(device),
-        keep=width - first,
-        where=torch.from_numpy(where[:, first:]).to(device),
+        inputs=inputs,
+        at=torch.from_numpy(np.concatenate(at)).to(device),
+        keep=keep,
+        where=(torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]).to(device),
         targets=torch.from_numpy(np.concatenate(targets)).to(device),
         sampler_logprobs=torch.from_numpy(np.concatenate(sampler_logprobs)).to(device),
         advantages=torch.from_numpy(

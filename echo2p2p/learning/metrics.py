@@ -11,6 +11,7 @@ from torch import Tensor
 from echo2p2p.data.trajectory import Group
 from echo2p2p.learning.batching import Row
 from echo2p2p.learning.objective import TokenLoss
+from echo2p2p.learning.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,14 @@ class StepTally:
         for name in self._sums:
             values = entropies if name == "entropy" else getattr(result, name)
             self._sums[name] += float(values.sum())
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make it the tally of all ranks together."""
+        sums = [self._loss, self._trained_tokens, self.used_tokens, *self._sums.values()]
+        loss, trained, used, *parts = ranks.total(sums)
+        self._loss, self._trained_tokens, self.used_tokens = loss, int(trained), int(used)
+        self._sums = dict(zip(self._sums, parts, strict=True))
+        self._maxima = dict(zip(self._maxima, ranks.largest(list(self._maxima.values())), strict=True))
 
     def metrics(self, skipped: str, *, learning_rate: float, non_finite_steps: int) -> StepMetrics:
         """The step's report, once all of it is counted."""

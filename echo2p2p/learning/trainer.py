@@ -8,7 +8,7 @@ update whose loss or gradient is not finite changes nothing and ends the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
-from echo2p2p.learning.batching import MicroBatch, Row, collate, pack, rows_of
+from echo2p2p.learning.batching import MicroBatch, Row, rows_of
+from echo2p2p.learning.forward import PolicyForward
 from echo2p2p.learning.metrics import StepMetrics, StepTally
 from echo2p2p.learning.objective import (
     Objective,
@@ -29,10 +30,20 @@ from echo2p2p.learning.objective import (
     balance_targets,
     batch_divisor,
     batch_sum,
-    chosen_logprobs,
     token_loss,
 )
-from echo2p2p.weights.snapshot import Snapshot, from_state_dict
+from echo2p2p.learning.ranks import Ranks, fill, gathered, whole
+from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter
+from echo2p2p.weights.snapshot import Snapshot, fingerprint_of, from_state_dict
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """``rank``, ``alpha`` and ``targets`` of :class:`echo2p2p.weights.adapter.AdapterSpec`."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,11 @@ class TrainerSettings:
         temperature: at which completions were sampled.
         max_completion_tokens: what a completion may have at most: the budget of constant normalisation.
         micro_batch_tokens: token places in one forward and backward pass.
+        logit_bytes: of a micro-batch's logits that are kept for the backward pass; the others are computed twice.
         compute_dtype: ``float32`` or ``bfloat16`` (autocast); weights and optimizer stay float32.
         publish_dtype: of snapshots, and so of the workers' engines.
         gradient_checkpointing: compute activations twice to keep fewer.
+        adapter: train an adapter of this kind and leave the policy's weights alone; None trains all of them.
         device: ``cpu``, ``cuda``, …
         threads: torch's threads for a step on the CPU; None leaves torch's own choice.
     """
@@ -67,9 +80,11 @@ class TrainerSettings:
     temperature: float = 1.0
     max_completion_tokens: int = 256
     micro_batch_tokens: int = 16384
+    logit_bytes: int = 2**30
     compute_dtype: str = "float32"
     publish_dtype: str = "float32"
     gradient_checkpointing: bool = False
+    adapter: AdapterSettings | None = None
     device: str = "cpu"
     threads: int | None = None
 
@@ -87,12 +102,14 @@ class GRPOTrainer:
 
     Args:
         policy_dir: the policy folder, with its first weights.
+        ranks: of the processes that train it together; each calls the same methods in the same order, and what
+            they return counts on rank 0. None for one process.
 
     Raises:
         SettingsError: the folder is no usable policy, a dtype is unknown, or the objective contradicts itself.
     """
 
-    def __init__(self, policy_dir: Path, settings: TrainerSettings) -> None:
+    def __init__(self, policy_dir: Path, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
         for name in (settings.compute_dtype, settings.publish_dtype):
             if name not in DTYPES:
                 raise SettingsError(f"dtype {name!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
@@ -102,17 +119,29 @@ class GRPOTrainer:
                 hint="set kl_beta to 0 and choose balance_beta",
             )
         self.settings = settings
-        self._model = self._load(policy_dir).requires_grad_(True)
-        self._reference = self._load(policy_dir) if settings.objective.needs_reference else None
+        self._ranks = ranks
+        self._model = self._load(policy_dir)
+        self.adapter = self._add_adapter()
+        """What the versions are adapters of; None if they are whole policies."""
+        if self.adapter is None:
+            self._model.requires_grad_(True)
+        self._policy = self._forward(self._model)
+        self._reference = None
+        if settings.objective.needs_reference:
+            self._reference = self._forward(self._load(policy_dir))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self._model)
-        self._parameters = dict(self._model.named_parameters())
+        if ranks is not None:
+            for forward in filter(None, (self._policy, self._reference)):
+                ranks.shard(forward.model)
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
         self.steps = 0
         """Steps taken, skipped ones included: the policy version that the trainer holds."""
@@ -140,6 +169,8 @@ class GRPOTrainer:
             raise OutOfMemory(
                 "a training step did not fit into memory", hint="lower micro_batch_tokens"
             ) from error
+        if self._ranks is not None:
+            tally.add_up(self._ranks)
         self.non_finite_steps += skipped == "non-finite"
         metrics = tally.metrics(
             skipped, learning_rate=self._learning_rate(), non_finite_steps=self.non_finite_steps
@@ -147,23 +178,21 @@ class GRPOTrainer:
         self.steps += 1
         return metrics
 
+    @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """The policy as it is now, in ``publish_dtype``; later steps leave it alone."""
+        state = self._model.state_dict(keep_vars=True)
+        if self.adapter is not None:
+            state = {name: tensor for name, tensor in state.items() if name in self._parameters}
         dtype = DTYPES[self.settings.publish_dtype]
-        cast: dict[int, Tensor] = {}
-        state = self._model.state_dict()
-        for tensor in state.values():
-            if tensor.is_floating_point() and tensor.data_ptr() not in cast:
-                cast[tensor.data_ptr()] = tensor.to(dtype)
-        # Tied names share one cast tensor, so that the snapshot sees that they are tied.
-        return from_state_dict({name: cast.get(tensor.data_ptr(), tensor) for name, tensor in state.items()})
+        return from_state_dict(gathered(state, dtype, keep=self._leads))
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
         """log π_θ of every sampled token at the sampling temperature: one float32 tensor a sample."""
         self._prepare_thread()
         rows = rows_of(groups, scale_by_std=self.settings.objective.scale_by_std)
-        by_row = self._row_logprobs(self._model, rows)
+        by_row = self._policy.of_rows(rows)
         found = iter([by_row[id(row)] for row in rows])
         return [[next(found).cpu() for _ in group.samples] for group in groups]
 
@@ -175,9 +204,12 @@ class GRPOTrainer:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
         counters = {"steps": self.steps, "updates": self.updates, "non_finite_steps": self.non_finite_steps}
-        return TrainerState(
-            {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, counters
-        )
+        copies = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._leads:
+                copies[name] = full.cpu().clone()
+        return TrainerState(copies, counters)
 
     def load_state(self, state: TrainerState) -> None:
         """Become what :meth:`state` described. Nothing is changed unless all of it fits.
@@ -185,28 +217,50 @@ class GRPOTrainer:
         Raises:
             VerificationError: it is not the state of a trainer of this policy.
         """
-        expected: dict[str, Tensor] = {f"policy.{name}": p for name, p in self._parameters.items()}
-        if state.counters.get("updates", 0):
-            for name, parameter in self._parameters.items():
-                expected[f"optimizer.exp_avg.{name}"] = expected[f"optimizer.exp_avg_sq.{name}"] = parameter
-                expected[f"optimizer.step.{name}"] = torch.zeros(())
-        _check_same_layout(expected, state)
+        self.check_state(state)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(state.tensors[f"policy.{name}"])
+                fill(parameter, state.tensors[f"policy.{name}"])
         self._optimizer.state.clear()
         for name, parameter in self._parameters.items():
             if f"optimizer.step.{name}" in state.tensors:
-                self._optimizer.state[parameter] = {
-                    "step": state.tensors[f"optimizer.step.{name}"].clone(),
-                    "exp_avg": state.tensors[f"optimizer.exp_avg.{name}"].to(parameter.device, copy=True),
-                    "exp_avg_sq": state.tensors[f"optimizer.exp_avg_sq.{name}"].to(
-                        parameter.device, copy=True
-                    ),
-                }
+                moments = {"exp_avg": torch.empty_like(parameter), "exp_avg_sq": torch.empty_like(parameter)}
+                for key, moment in moments.items():
+                    fill(moment, state.tensors[f"optimizer.{key}.{name}"])
+                # Fused, AdamW counts on the parameter's device.
+                step = state.tensors[f"optimizer.step.{name}"].to(parameter.device, copy=True)
+                self._optimizer.state[parameter] = {"step": step, **moments}
         self.steps = state.counters["steps"]
         self.updates = state.counters["updates"]
         self.non_finite_steps = state.counters["non_finite_steps"]
+
+    def close(self) -> None:
+        """Let go of whatever else trains with it; it is not used any more."""
+
+    def check_state(self, state: TrainerState) -> None:
+        """Raises VerificationError if ``state`` is not one of a trainer of this policy."""
+        _check_same_layout(self._layout(state.counters), state)
+
+    def blank_state(self, counters: dict[str, int]) -> TrainerState:
+        """A state with ``counters`` and no particular values: what a rank loads whose part comes from rank 0."""
+        tensors = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype)
+            for name, tensor in self._layout(counters).items()
+        }
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer.step."):
+                # The one kind that every rank has whole: how often its parameter was updated.
+                tensor.fill_(counters["updates"])
+        return TrainerState(tensors, counters)
+
+    def _layout(self, counters: dict[str, int]) -> dict[str, Tensor]:
+        """A tensor of the right shape and dtype for every name of a state."""
+        expected: dict[str, Tensor] = {f"policy.{name}": p for name, p in self._parameters.items()}
+        if counters.get("updates", 0):
+            for name, parameter in self._parameters.items():
+                expected[f"optimizer.exp_avg.{name}"] = expected[f"optimizer.exp_avg_sq.{name}"] = parameter
+                expected[f"optimizer.step.{name}"] = torch.zeros(())
+        return expected
 
     def _update_all(self, tally: StepTally) -> str:
         objective = self.settings.objective
@@ -218,7 +272,7 @@ class GRPOTrainer:
         if objective.is_balance:
             rows, fixed = self._with_balance_targets(rows)
         elif n_updates > 1:
-            fixed = _Fixed(old=self._row_logprobs(self._model, rows))
+            fixed = _Fixed(old=self._policy.of_rows(rows))
         divisor = batch_divisor(
             objective,
             tokens=tally.tokens,
@@ -234,8 +288,8 @@ class GRPOTrainer:
     def _with_balance_targets(self, rows: Sequence[Row]) -> tuple[list[Row], _Fixed]:
         """``rows``, which are whole groups in order, with their targets, and what these follow from."""
         assert self._reference is not None
-        old = self._row_logprobs(self._model, rows)
-        reference = self._row_logprobs(self._reference, rows)
+        old = self._policy.of_rows(rows)
+        reference = self._reference.of_rows(rows)
         aimed: list[Row] = []
         for _, group in groupby(rows, key=lambda row: row.group):
             members = list(group)
@@ -257,9 +311,8 @@ class GRPOTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         finite = True
         used_tokens = 0
-        for packed in pack(rows, self.settings.micro_batch_tokens):
-            batch = collate(packed, self._device)
-            logprobs, entropies = self._forward(self._model, batch)
+        for packed, batch, counts in self._shares(rows):
+            logprobs, entropies = self._policy(batch)
             result = self._loss(
                 batch,
                 logprobs,
@@ -270,16 +323,21 @@ class GRPOTrainer:
             )
             loss = batch_sum(result.loss, batch.where, self.settings.objective) / divisor
             finite = finite and bool(torch.isfinite(loss))
-            if not finite:
+            if not finite and self._ranks is None:
                 break
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Gradients are averaged over the ranks, while the parts of a loss add up.
+            (loss * (counts * self._size)).backward()  # type: ignore[no-untyped-call]
+            if not counts or not finite:
+                continue
             tally.add(result, entropies, float(loss.detach()))
             moving = ~result.masked
             if not self.settings.objective.is_balance:
                 moving &= batch.advantages != 0
             used_tokens += int(moving.sum())
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self.settings.max_grad_norm)
-        tally.grad_norm = float(norm)
+        tally.grad_norm = float(whole(norm))
+        if self._ranks is not None:
+            finite = not self._ranks.largest([not finite])[0]
         if not finite or not math.isfinite(tally.grad_norm):
             self._optimizer.zero_grad(set_to_none=True)
             return False
@@ -290,6 +348,18 @@ class GRPOTrainer:
         self.updates += 1
         tally.used_tokens += used_tokens
         return True
+
+    def _shares(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], MicroBatch, bool]]:
+        """This rank's micro-batches of ``rows``, and whether they count: all ranks run the model equally often."""
+        if self._ranks is None:
+            for packed, batch in self._policy.micro_batches(rows):
+                yield packed, batch, True
+            return
+        by_length = sorted(rows, key=lambda row: -row.length)
+        own = by_length[self._ranks.rank :: self._ranks.size]
+        mine = list(self._policy.micro_batches(own or by_length[-1:]))
+        for number in range(int(self._ranks.largest([len(mine)])[0])):
+            yield *mine[min(number, len(mine) - 1)], number < len(mine) and bool(own)
 
     def _loss(
         self, batch: MicroBatch, logprobs: Tensor, *, old_logprobs: Tensor, reference_logprobs: Tensor | None
@@ -313,42 +383,59 @@ class GRPOTrainer:
             reference_logprobs=reference_logprobs,
         )
 
-    def _forward(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the batch's completion tokens."""
-        bf16 = self.settings.compute_dtype != "float32"
-        with torch.autocast(self._device.type, DTYPES[self.settings.compute_dtype], enabled=bf16):
-            output = model(input_ids=batch.ids, use_cache=False, logits_to_keep=batch.keep)
-        return chosen_logprobs(output.logits[batch.where], batch.targets, self.settings.temperature)
-
     @torch.no_grad()
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if self._reference is None:
-            return None
-        return self._forward(self._reference, batch)[0]
-
-    @torch.no_grad()
-    def _row_logprobs(self, model: nn.Module, rows: Sequence[Row]) -> dict[int, Tensor]:
-        """Log-probabilities of each row's completion under ``model``, by the row's ``id``."""
-        found = {}
-        for packed in pack(rows, self.settings.micro_batch_tokens):
-            batch = collate(packed, self._device)
-            logprobs, _ = self._forward(model, batch)
-            end = 0
-            for row in packed:
-                start, end = end, end + row.n_trained
-                found[id(row)] = logprobs[start:end]
-        return found
+        return None if self._reference is None else self._reference(batch)[0]
 
     def _learning_rate(self) -> float:
         warmup = self.settings.warmup_steps
         return self.settings.learning_rate * (min(1.0, (self.steps + 1) / warmup) if warmup else 1.0)
 
     @property
+    def _size(self) -> int:
+        return 1 if self._ranks is None else self._ranks.size
+
+    @property
+    def _leads(self) -> bool:
+        return self._ranks is None or self._ranks.rank == 0
+
+    @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 
     def _load(self, policy_dir: Path) -> nn.Module:
-        return build_model(policy_dir, dtype=torch.float32, device=self.settings.device, weights=True)
+        settings = self.settings
+        # Where it is spread over several processes, each layer goes to its device as it is cut.
+        device = settings.device if self._ranks is None else "cpu"
+        if settings.adapter is None:
+            return build_model(policy_dir, dtype=torch.float32, device=device, weights=True)
+        # A base has the bits that the engines have: what is never trained needs no more.
+        published = DTYPES[settings.publish_dtype]
+        model = build_model(policy_dir, dtype=published, device=device, weights=True)
+        return model if settings.compute_dtype == settings.publish_dtype else model.float()
+
+    def _add_adapter(self) -> AdapterSpec | None:
+        settings, wanted = self.settings, self.settings.adapter
+        if wanted is None:
+            return None
+        base = fingerprint_of(
+            gathered(self._model.state_dict(keep_vars=True), DTYPES[settings.publish_dtype], keep=True)
+        )
+        spec = AdapterSpec(wanted.rank, wanted.alpha, wanted.targets, settings.publish_dtype, base)
+        add_adapter(self._model, spec, dtype=torch.float32)
+        trained = adapter_state(self._model)
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return spec
+
+    def _forward(self, model: nn.Module) -> PolicyForward:
+        return PolicyForward(
+            model,
+            temperature=self.settings.temperature,
+            compute_dtype=DTYPES[self.settings.compute_dtype],
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            logit_bytes=self.settings.logit_bytes,
+        )
 
     def _prepare_thread(self) -> None:
         # A thread's own, and the caller may use any thread.

@@ -59,7 +59,8 @@ class ThreadTrainer:
         return await self._call(restore)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.submit(self._trainer.close)
+        self._thread.shutdown(wait=True)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

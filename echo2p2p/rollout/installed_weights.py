@@ -14,7 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,11 +63,19 @@ class InstalledWeights:
 
     Args:
         adopts_dtype: give the weights the dtype of the first snapshot.
+        published: which of the model's tensors are replaced and proven; all of them, or those of its adapter.
     """
 
-    def __init__(self, model: nn.Module, *, adopts_dtype: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        adopts_dtype: bool,
+        published: Callable[[nn.Module], Mapping[str, Tensor]] = nn.Module.state_dict,
+    ) -> None:
         self._model = model
-        self._state = model.state_dict()
+        self._published = published
+        self._state = published(model)
         self._adopts_dtype = adopts_dtype
         self._snapshot: Snapshot | None = None
         self._version = -1
@@ -124,7 +132,7 @@ class InstalledWeights:
         """The fingerprint of what the model holds."""
         with self._lock:
             # Through the model, not through our own references: what generates is what is proven.
-            return fingerprint_of(self._model.state_dict())
+            return fingerprint_of(self._published(self._model))
 
     @torch.inference_mode()
     def _swap(self, staged: Staged, *, prove: bool) -> str:
@@ -143,7 +151,7 @@ class InstalledWeights:
                         _write(staged.writes)
                     else:
                         self._write_all(snapshot)
-                    held = fingerprint_of(self._model.state_dict()) if prove else ""
+                    held = fingerprint_of(self._published(self._model)) if prove else ""
                 done = held == expected
             finally:
                 if not done and self._snapshot is not None:
@@ -184,7 +192,7 @@ class InstalledWeights:
             for tensor in self._model.state_dict(keep_vars=True).values():
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
-            self._state = self._model.state_dict()
+            self._state = self._published(self._model)
 
     def _check_fit(self, snapshot: Snapshot, version: int) -> None:
         incoming = snapshot.state_dict()

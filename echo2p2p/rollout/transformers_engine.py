@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from echo2p2p.data.policy import (
+    DTYPES,
     build_model,
     eos_token_ids,
     load_config,
@@ -30,6 +31,7 @@ from echo2p2p.errors import EngineError
 from echo2p2p.rollout.decoding import Rows, decode
 from echo2p2p.rollout.engine import Completion, Swap
 from echo2p2p.rollout.installed_weights import InstalledWeights, memory_errors
+from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter, check_base
 from echo2p2p.weights.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -54,9 +56,11 @@ class TransformersEngine:
         threads: torch's threads for this engine's compute on the CPU; None leaves torch's own choice.
         max_batch_tokens: at most so many token places (rows × longest row) are decoded at once.
         attention: ``sdpa`` or ``eager``.
+        adapter: versions are adapters of this kind; the folder then needs the base's weights, and the dtype is
+            the adapter's.
 
     Raises:
-        SettingsError: the folder is no usable policy.
+        SettingsError: the folder is no usable policy, or its weights are not the base of ``adapter``.
     """
 
     def __init__(
@@ -68,9 +72,19 @@ class TransformersEngine:
         threads: int | None = None,
         max_batch_tokens: int = 65536,
         attention: str = "sdpa",
+        adapter: AdapterSpec | None = None,
     ) -> None:
-        self._model = build_model(policy_dir, dtype=dtype, device=device, weights=False, attention=attention)
-        self._weights = InstalledWeights(self._model, adopts_dtype=dtype is None)
+        if adapter is not None:
+            dtype = DTYPES[adapter.dtype]
+        self._model = build_model(
+            policy_dir, dtype=dtype, device=device, weights=adapter is not None, attention=attention
+        )
+        if adapter is None:
+            self._weights = InstalledWeights(self._model, adopts_dtype=dtype is None)
+        else:
+            check_base(self._model, adapter)
+            add_adapter(self._model, adapter)
+            self._weights = InstalledWeights(self._model, adopts_dtype=False, published=adapter_state)
         self._eos = eos_token_ids(policy_dir)
         self._vocabulary = vocabulary_size(self._model)
         self._max_positions = max_positions(load_config(policy_dir))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echo2p2p.errors import ChunkError, OutOfDisk, SettingsError
 from echo2p2p.swarm.identity import split_signed
@@ -15,16 +16,33 @@ from echo2p2p.weights.rebuild import is_whole, rebuild
 from echo2p2p.weights.snapshot import Snapshot
 from echo2p2p.weights.store import DiskStore
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from echo2p2p.weights.adapter import AdapterSpec
+
 WEIGHTS = "model.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
 
 
-def export_version(store_dir: Path, version: int | None, folder: Path) -> Manifest:
+def export_version(
+    store_dir: Path,
+    version: int | None,
+    folder: Path,
+    *,
+    base: Callable[[AdapterSpec], nn.Module] | None = None,
+) -> Manifest:
     """Write ``version`` (None: the newest that is whole) to ``folder``, bit by bit as it was published.
 
+    A version that is an adapter is merged into its base, or, where no base is given, written as a folder for peft.
     The folder appears whole or not at all.
 
+    Args:
+        base: makes the model, in ``dtype``, that the run's adapters belong to.
+
     Raises:
-        SettingsError: the store does not hold that version.
+        SettingsError: the store does not hold that version, or ``base`` is not its base.
         VerificationError: what it holds is not what the learner signed.
     """
     if not store_dir.is_dir():
@@ -41,16 +59,32 @@ def export_version(store_dir: Path, version: int | None, folder: Path) -> Manife
         held = ", ".join(map(str, sorted(bodies))) or "none"
         raise SettingsError(f"{store_dir} does not hold version {version}", hint=f"versions there: {held}")
     assets = {asset.name: _held(store, asset.digest, asset.name) for asset in manifest.assets}
+    from echo2p2p.weights.adapter import ADAPTER_FILE, decode_spec, for_peft, merge
+
+    weights = WEIGHTS
+    if ADAPTER_FILE in assets:
+        spec = decode_spec(assets.pop(ADAPTER_FILE))
+        if base is not None:
+            snapshot = merge(base(spec), snapshot, spec)
+        else:
+            snapshot, assets[PEFT_CONFIG] = for_peft(snapshot, spec)
+            weights = PEFT_WEIGHTS
     try:
-        _write(folder, snapshot, assets)
+        write_folder(folder, snapshot, assets, weights=weights)
     except OSError as error:
         kind = OutOfDisk if error.errno == errno.ENOSPC else SettingsError
         raise kind(f"{folder} cannot be written: {error.strerror}") from error
     return manifest
 
 
-def _write(folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes]) -> None:
-    """The folder appears at the end, whole."""
+def write_folder(
+    folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes], *, weights: str = WEIGHTS
+) -> None:
+    """Write a Hugging Face folder of ``snapshot`` and the files ``assets``; it appears at the end, whole.
+
+    Raises:
+        OSError: it cannot be written, or is there already and not empty.
+    """
     from safetensors.torch import save_file
 
     partial = folder.with_name(folder.name + ".partial")
@@ -62,9 +96,9 @@ def _write(folder: Path, snapshot: Snapshot, assets: Mapping[str, bytes]) -> Non
     state = {name: tensor.contiguous() for name, tensor in snapshot.state_dict().items()}
     aliases = snapshot.layout.aliases
     save_file(
-        {n: t for n, t in state.items() if n not in aliases}, partial / WEIGHTS, metadata={"format": "pt"}
+        {n: t for n, t in state.items() if n not in aliases}, partial / weights, metadata={"format": "pt"}
     )
-    (partial / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone
+    (partial / weights).chmod(0o644)  # safetensors writes for its owner alone
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
