@@ -55,7 +55,7 @@ async def evaluate(policy_dir: Path, settings: Settings, *, prompts: int, sample
     from echo2p2p.data.task import HELD_OUT
     from echo2p2p.data.tokens import PolicyTokenizer
     from echo2p2p.data.trajectory import Sampling
-    from echo2p2p.roles import torch_device
+    from echo2p2p.parts import torch_device
     from echo2p2p.rollout.episodes import roll_out
     from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.weights.snapshot import from_state_dict

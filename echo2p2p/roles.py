@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from echo2p2p._version import __version__
-from echo2p2p.config import Settings, WorkerSettings
+from echo2p2p.config import Settings
 from echo2p2p.errors import SettingsError
+from echo2p2p.parts import (
+    SEED_POLICY,
+    build_engine,
+    load_policy,
+    read_assets,
+    torch_device,
+)
 from echo2p2p.rundir import RunDir
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.records import Keys, WorkerAdvert
@@ -35,30 +42,9 @@ log = logging.getLogger("echo2p2p.roles")
 if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take seconds
     from collections.abc import AsyncIterator
 
-    from echo2p2p.data.scoring import TaskScorer
-    from echo2p2p.data.task import Task
-    from echo2p2p.data.work import TaskSpec
     from echo2p2p.learning.checkpoint import Checkpoint
-    from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
-    from echo2p2p.rollout.engine import InferenceEngine
-    from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.swarm.hivemind import HivemindNetwork
-    from echo2p2p.weights.adapter import AdapterSpec
     from echo2p2p.weights.exchange import ServerLimits
-
-SEED_POLICY = Path(__file__).parent / "seed_policy"
-ASSET_NAMES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-"""The files of a policy folder that every worker needs, and gets from the learner, besides the weights."""
 
 LINE_SHARE = 0.95
 """Of the learner's uplink, the part that weights may fill: with all of it, leases and verdicts wait in a queue of
@@ -200,7 +186,7 @@ async def run_learner(
             scorer=scorer,
             publisher=publisher,
             directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
-            assets=_read_assets(settings.policy.path or SEED_POLICY, trainer.adapter),
+            assets=read_assets(settings.policy.path or SEED_POLICY, trainer.adapter),
             events=events,
             evaluate=Evaluator(
                 engine, scorer, sampling, options.eval_prompts, options.eval_samples, settings.seed
@@ -274,7 +260,7 @@ async def run_worker(
             describe=await asyncio.to_thread(describe, settings),
             subscriber=subscriber,
             directory=Directory(network, run, ttl_s=settings.swarm.record_ttl_s),
-            build=lambda task, assets: asyncio.to_thread(_build_engine, settings, run_dir, task, assets),
+            build=lambda task, assets: asyncio.to_thread(build_engine, settings, run_dir, task, assets),
             events=events,
             rng=random.Random(f"{settings.seed} {network.peer_id}"),
         )
@@ -323,17 +309,6 @@ def describe(settings: Settings) -> WorkerAdvert:
     )
 
 
-def torch_device(wanted: str) -> str:
-    """``auto`` resolved: CUDA where there is a GPU, the CPU elsewhere. Raises SettingsError if there is none."""
-    import torch
-
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise SettingsError(f"there is no GPU for device {wanted!r}", hint="use device auto or cpu")
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
     from echo2p2p.learning.checkpoint import load, load_latest
 
@@ -356,171 +331,6 @@ def _find_checkpoint(run_dir: RunDir, resume: str | None) -> Checkpoint | None:
     if checkpoint is None:
         raise SettingsError(f"there is no checkpoint under {root}", hint="leave --resume out to start a run")
     return checkpoint
-
-
-def load_policy(
-    settings: Settings, checkpoint: Checkpoint | None
-) -> tuple[TaskSpec, TaskScorer, GRPOTrainer, TransformersEngine]:
-    """The blocking part of a learner's start: task, trainer and the engine that evaluates.
-
-    Raises:
-        SettingsError: the policy or the task is unusable, or there is no such device.
-        VerificationError: the checkpoint is not of this policy.
-    """
-    from echo2p2p.data.policy import DTYPES
-    from echo2p2p.learning.ranks import Ranks, is_started_by_torchrun
-    from echo2p2p.learning.sharded import ShardedTrainer
-    from echo2p2p.learning.trainer import GRPOTrainer
-    from echo2p2p.rollout.transformers_engine import TransformersEngine
-
-    folder = settings.policy.path or SEED_POLICY
-    chosen = trainer_settings(settings)
-    trainer: GRPOTrainer
-    if is_started_by_torchrun():
-        trainer = ShardedTrainer(folder, chosen, Ranks(chosen.device))
-    else:
-        trainer = GRPOTrainer(folder, chosen)
-    if checkpoint is not None:
-        trainer.load_state(checkpoint.trainer)
-    engine = TransformersEngine(
-        folder,
-        device=chosen.device,
-        dtype=DTYPES[chosen.publish_dtype],
-        threads=chosen.threads,
-        adapter=trainer.adapter,
-    )
-    spec, task = choose(settings.task)
-    return spec, _scorer(folder, task, spec), trainer, engine
-
-
-def trainer_settings(settings: Settings) -> TrainerSettings:
-    """The trainer's part of ``settings``, with what they leave open decided by this machine."""
-    from echo2p2p.learning.objective import Objective
-    from echo2p2p.learning.trainer import AdapterSettings, TrainerSettings
-
-    device = torch_device(settings.policy.device)
-    options, optimizer, lora = settings.learner, settings.learner.optimizer, settings.policy.lora
-    dtype = settings.policy.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    published = dtype if settings.policy.publish_dtype == "auto" else settings.policy.publish_dtype
-    return TrainerSettings(
-        objective=Objective(
-            kind=optimizer.objective,
-            normalisation=optimizer.normalisation,
-            ratio_level=optimizer.ratio_level,
-            proximal=optimizer.proximal,
-            clip_low=optimizer.clip_low,
-            clip_high=optimizer.clip_high,
-            importance_cap=optimizer.importance_cap,
-            mask_measure=optimizer.mask_measure,
-            mask_low=optimizer.mask_low,
-            mask_high=optimizer.mask_high,
-            kl_beta=optimizer.kl_beta,
-            scale_by_std=optimizer.scale_by_std,
-            balance_beta=optimizer.balance_beta,
-        ),
-        learning_rate=optimizer.learning_rate,
-        betas=(optimizer.beta1, optimizer.beta2),
-        weight_decay=optimizer.weight_decay,
-        warmup_steps=optimizer.warmup_steps,
-        max_grad_norm=optimizer.max_grad_norm,
-        updates_per_step=optimizer.updates_per_step,
-        gradient_checkpointing=optimizer.gradient_checkpointing,
-        temperature=options.temperature,
-        max_completion_tokens=options.max_new_tokens,
-        micro_batch_tokens=optimizer.micro_batch_tokens,
-        logit_bytes=optimizer.logit_mib * 2**20,
-        compute_dtype=dtype,
-        publish_dtype=published,
-        adapter=AdapterSettings(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
-        device=device,
-        threads=options.threads or None,
-    )
-
-
-def follow_learner(settings: Settings) -> None:
-    """Train as rank 1 or above of torchrun until rank 0, which is the learner, says stop. Blocks.
-
-    Raises:
-        SettingsError: the policy is unusable here.
-    """
-    import signal
-
-    from echo2p2p.learning.ranks import Ranks
-    from echo2p2p.learning.sharded import follow
-    from echo2p2p.learning.trainer import GRPOTrainer
-
-    # A signal to stop goes to all ranks; rank 0 needs the others for its last checkpoint, and then lets them go.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    chosen = trainer_settings(settings)
-    ranks = Ranks(chosen.device)
-    follow(GRPOTrainer(settings.policy.path or SEED_POLICY, chosen, ranks), ranks)
-    ranks.close()
-
-
-def _build_engine(
-    settings: Settings, run_dir: RunDir, task: TaskSpec, assets: Mapping[str, bytes]
-) -> tuple[InferenceEngine, TaskScorer]:
-    """Unpack the run's pinned policy files and make engine and scorer of them. Blocks."""
-    from echo2p2p.data.chosen import build
-    from echo2p2p.weights.adapter import ADAPTER_FILE, decode_spec
-
-    built = build(task, settings.task)
-    run_dir.policy.mkdir(exist_ok=True)
-    for name in ASSET_NAMES:
-        if name in assets:
-            (run_dir.policy / name).write_bytes(assets[name])
-        else:
-            (run_dir.policy / name).unlink(missing_ok=True)
-    adapter = None
-    if ADAPTER_FILE in assets:
-        adapter = decode_spec(assets[ADAPTER_FILE])
-        _link_base(settings.policy.path or SEED_POLICY, run_dir.policy)
-    engine = make_engine(settings.worker, run_dir.policy, adapter)
-    return engine, _scorer(run_dir.policy, built, task)
-
-
-def make_engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | None = None) -> InferenceEngine:
-    """The engine that the settings name. Raises SettingsError if it is not installed, or cannot do adapters."""
-    device, threads = torch_device(options.device), options.threads or None
-    if options.engine == "vllm":
-        if adapter is not None:
-            raise SettingsError(
-                "the vllm engine takes whole policies, this run publishes adapters",
-                hint="use --set worker.engine=transformers",
-            )
-        from echo2p2p.rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine(policy, options.vllm, in_flight=options.in_flight, device=device, threads=threads)
-    from echo2p2p.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(policy, device=device, threads=threads, adapter=adapter)
-
-
-def _scorer(folder: Path, task: Task, spec: TaskSpec) -> TaskScorer:
-    from echo2p2p.data.policy import load_config
-    from echo2p2p.data.scoring import TaskScorer
-    from echo2p2p.data.tokens import PolicyTokenizer
-
-    tokenizer = PolicyTokenizer(folder, chat_template=spec.chat_template)
-    return TaskScorer(task, tokenizer, int(load_config(folder).vocab_size))
-
-
-def _read_assets(folder: Path, adapter: AdapterSpec | None) -> dict[str, bytes]:
-    from echo2p2p.weights.adapter import ADAPTER_FILE
-
-    assets = {name: (folder / name).read_bytes() for name in ASSET_NAMES if (folder / name).is_file()}
-    return assets if adapter is None else {**assets, ADAPTER_FILE: adapter.encoded()}
-
-
-def _link_base(base: Path, folder: Path) -> None:
-    """Put the weights of ``base`` beside the run's pinned files; they are verified when they are loaded."""
-    for old in folder.glob("*.safetensors*"):
-        old.unlink()
-    for path in base.glob("*.safetensors*"):
-        (folder / path.name).symlink_to(path.resolve())
 
 
 def _import_engine(settings: Settings) -> None:

@@ -67,7 +67,8 @@ def command(
     import sys
 
     from echo2p2p.cli.run import join_line, run_role, setup_logging
-    from echo2p2p.roles import follow_learner, run_learner
+    from echo2p2p.parts import follow_learner
+    from echo2p2p.roles import run_learner
     from echo2p2p.rundir import RunDir
     from echo2p2p.telemetry.events import EventLog
     from echo2p2p.telemetry.live import LiveView, wants_plain

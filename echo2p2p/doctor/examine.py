@@ -15,7 +15,7 @@ from echo2p2p.config import Settings
 from echo2p2p.doctor import machine
 from echo2p2p.doctor.finding import Finding, failure, warning
 from echo2p2p.doctor.probe import Order
-from echo2p2p.roles import SEED_POLICY
+from echo2p2p.parts import SEED_POLICY
 from echo2p2p.telemetry.text import clean
 
 QUICK_S = 10.0

@@ -57,7 +57,7 @@ def say(finding: Finding) -> None:
 def policy(order: Order) -> None:
     """torch and its device; then the engine is built from the policy folder and generates."""
     from echo2p2p.config import WorkerSettings
-    from echo2p2p.roles import torch_device
+    from echo2p2p.parts import torch_device
 
     settings = WorkerSettings(**order.worker)
     try:
@@ -110,7 +110,7 @@ async def _generate(folder: Path, settings: WorkerSettings, *, weights: bool) ->
     """
     from echo2p2p.data.policy import build_model
     from echo2p2p.data.trajectory import Sampling
-    from echo2p2p.roles import make_engine
+    from echo2p2p.parts import make_engine
     from echo2p2p.rollout.installed_weights import memory_errors
     from echo2p2p.weights.snapshot import from_state_dict
 

@@ -21,7 +21,7 @@ from echo2p2p.learning.checkpoint import load_latest
 from echo2p2p.learning.journal import read
 from echo2p2p.learning.state import LearnerState
 from echo2p2p.learning.training import ThreadTrainer
-from echo2p2p.roles import load_policy
+from echo2p2p.parts import load_policy
 from echo2p2p.telemetry.events import read_events
 
 KILLS = int(os.environ.get("ECHO2P2P_TEST_KILLS", "2"))

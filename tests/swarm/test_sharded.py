@@ -21,7 +21,7 @@ from sharded_run import OBJECTIVES, settings
 
 from echo2p2p.cli.export import command as export
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
-from echo2p2p.roles import SEED_POLICY
+from echo2p2p.parts import SEED_POLICY
 from echo2p2p.telemetry.events import read_events
 
 DEADLINE_S = 100

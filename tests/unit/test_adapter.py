@@ -175,18 +175,18 @@ def test_a_worker_puts_the_base_from_its_own_folder_beside_the_pinned_files(tmp_
     from types import SimpleNamespace
 
     from echo2p2p.data.work import TaskSpec
-    from echo2p2p.roles import SEED_POLICY, _build_engine, _read_assets
+    from echo2p2p.parts import SEED_POLICY, build_engine, read_assets
 
     adapter = AdapterSettings(rank=2, alpha=4, targets=("q_proj",))
     trainer = GRPOTrainer(SEED_POLICY, replace(SETTINGS, adapter=adapter))
     run_dir = SimpleNamespace(policy=tmp_path / "policy")
-    assets = _read_assets(SEED_POLICY, trainer.adapter)
+    assets = read_assets(SEED_POLICY, trainer.adapter)
     settings = Settings(policy={"path": SEED_POLICY}, worker={"device": "cpu"})
     for _ in range(2):  # the second time the links are there
-        engine, _ = _build_engine(settings, run_dir, TaskSpec("strings", 0, {}), assets)
+        engine, _ = build_engine(settings, run_dir, TaskSpec("strings", 0, {}), assets)
         assert engine.version == -1
     other = Settings(
         policy={"path": make_architecture(tmp_path / "other", "qwen3")}, worker={"device": "cpu"}
     )
     with pytest.raises(SettingsError):
-        _build_engine(other, run_dir, TaskSpec("strings", 0, {}), assets)
+        build_engine(other, run_dir, TaskSpec("strings", 0, {}), assets)

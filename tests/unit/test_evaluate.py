@@ -12,7 +12,7 @@ from echo2p2p.cli.eval import command
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.errors import SettingsError
 from echo2p2p.evaluate import _summary
-from echo2p2p.roles import SEED_POLICY
+from echo2p2p.parts import SEED_POLICY
 
 OPTIONS = ["--set", "learner.max_new_tokens=6", "--set", "learner.threads=1"]
 

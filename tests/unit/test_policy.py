@@ -20,7 +20,7 @@ from echo2p2p.data.task import HELD_OUT, make_task
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import SettingsError
-from echo2p2p.roles import SEED_POLICY
+from echo2p2p.parts import SEED_POLICY
 from echo2p2p.rollout.transformers_engine import TransformersEngine
 from echo2p2p.weights.snapshot import from_state_dict
 

@@ -18,7 +18,7 @@ from echo2p2p.data.task import make_task
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Trajectory, pack_logprobs
 from echo2p2p.errors import RewardFailed, SettingsError
-from echo2p2p.roles import SEED_POLICY
+from echo2p2p.parts import SEED_POLICY
 
 LIMITS = SandboxLimits(call_s=1.0, start_s=30, memory_bytes=2**29)
 REWARDS = """
