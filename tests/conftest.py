@@ -1,4 +1,4 @@
-"""For all tests: one compute thread a process, no deadline for single examples on a busy machine, logging as it was."""
+"""For all tests: one compute thread a process, no deadline for single examples, logging as it was."""
 
 import logging
 import os
