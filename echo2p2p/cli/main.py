@@ -28,7 +28,7 @@ COMMANDS: dict[str, str] = {
 
 EXIT_CODES = """
 Exit codes: 0 fine · 1 failure · 2 usage · 3 settings invalid · 4 cannot join the swarm · 5 verification failed ·
-6 incompatible version · 7 out of disk or memory · 8 budget spent · 130 interrupted
+6 incompatible version · 7 out of disk or memory · 8 budget spent · 9 engine lost · 130 interrupted
 """
 
 
