@@ -2,8 +2,9 @@
 
     python examples/own_task.py
 
-prints a few prompts and what three completions of the first one earn. To train on it, put the module into a package
-and name it in the entry point group ``echo2p2p.tasks`` (docs/adding-a-task.md).
+prints a few prompts and what three completions of the first one earn. To train on it, put the module into an
+installed package, and name it by its path (``my_tasks.parity:Parity``) or, with an entry point, by its name
+(docs/adding-a-task.md).
 """
 
 from echo2p2p import make_task, register
