@@ -63,16 +63,18 @@ def command(
     if dry_run:
         print_settings(settings, layered)
         return
+    from echo2p2p.cli.export import base_loader
     from echo2p2p.evaluate import evaluate
+    from echo2p2p.parts import SEED_POLICY
     from echo2p2p.weights.export import export_version
 
     with TemporaryDirectory(prefix="echo2p2p-eval-") as scratch:
         folder, held = source, None
         if (source / "store").is_dir():
             folder = Path(scratch) / "policy"
-            held = export_version(
-                source / "store", None if version == "latest" else int(version), folder
-            ).version
+            wanted = None if version == "latest" else int(version)
+            base = base_loader(settings.policy.path or SEED_POLICY)  # used where the version is an adapter
+            held = export_version(source / "store", wanted, folder, base=base).version
         elif not (source / "config.json").is_file():
             raise SettingsError(f"{source} is neither a run folder nor a policy folder")
         elif version != "latest":

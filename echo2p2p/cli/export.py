@@ -42,11 +42,12 @@ def command(version: str, folder: Path, run_dir: Path, base: Path | None) -> Non
     from echo2p2p.weights.export import export_version
 
     wanted = None if version == "latest" else int(version)
-    manifest = export_version(run_dir / "store", wanted, folder, base=_loader(base) if base else None)
+    manifest = export_version(run_dir / "store", wanted, folder, base=base_loader(base) if base else None)
     click.echo(f"version {manifest.version} of {manifest.run} is in {folder}", err=True)
 
 
-def _loader(base: Path) -> Callable[[AdapterSpec], nn.Module]:
+def base_loader(base: Path) -> Callable[[AdapterSpec], nn.Module]:
+    """What :func:`export_version` merges adapters into: the policy in the folder ``base``."""
     from echo2p2p.data.policy import DTYPES, build_model
 
     return lambda spec: build_model(base, dtype=DTYPES[spec.dtype], device="cpu", weights=True)

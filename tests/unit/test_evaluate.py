@@ -12,7 +12,12 @@ from echo2p2p.cli.eval import command
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.errors import SettingsError
 from echo2p2p.evaluate import _summary
-from echo2p2p.parts import SEED_POLICY
+from echo2p2p.learning.trainer import AdapterSettings, GRPOTrainer, TrainerSettings
+from echo2p2p.parts import SEED_POLICY, read_assets
+from echo2p2p.swarm.memory import MemorySwarm
+from echo2p2p.swarm.virtual_time import run_virtual
+from echo2p2p.weights.publisher import WeightPublisher
+from echo2p2p.weights.store import DiskStore
 
 OPTIONS = ["--set", "learner.max_new_tokens=6", "--set", "learner.threads=1"]
 
@@ -41,6 +46,26 @@ def test_a_policy_folder_is_evaluated_on_the_task_that_the_settings_name():
     assert (found["task"], found["samples"], found["version"]) == ("strings", 128, None)
     again = CliRunner().invoke(command, arguments)
     assert json.loads(again.output) == found
+
+
+def test_a_version_that_is_an_adapter_is_evaluated_on_the_run_s_base(tmp_path):
+    trainer = GRPOTrainer(SEED_POLICY, TrainerSettings(threads=1, adapter=AdapterSettings(2, 4, ("q_proj",))))
+
+    async def publish():
+        async with MemorySwarm(seed=0) as swarm:
+            learner = swarm.add_peer()
+            store = DiskStore(tmp_path / "store")
+            publisher = WeightPublisher(learner, f"run@{learner.peer_id}", store, keep_versions=2)
+            await publisher.start()
+            await publisher.publish(trainer.snapshot(), 0, [], read_assets(SEED_POLICY, trainer.adapter))
+
+    run_virtual(publish)
+    (tmp_path / "checkpoints").mkdir()
+    wanted = [*OPTIONS, "--prompts", "8", "--json"]
+    done = CliRunner().invoke(command, [str(tmp_path), *wanted])
+    assert done.exit_code == 0, done.exception
+    base = CliRunner().invoke(command, [str(SEED_POLICY), *wanted])  # an untrained adapter changes nothing
+    assert json.loads(done.output) == {**json.loads(base.output), "version": 0}
 
 
 def test_what_is_no_policy_is_said_so(tmp_path):
