@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from echo2p2p.cli.main import COMMANDS, LazyGroup, cli, main
+from echo2p2p.cli.main import COMMANDS, EXIT_CODES, LazyGroup, cli, main
 from echo2p2p.config import load
+from echo2p2p.errors import Echo2p2pError
 
 ROOT = Path(__file__).parents[2]
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLYdTyB4sXWDgi2bL1bf3619zA4W1rpf8Fp2qnCzAbYLP"
@@ -33,6 +34,19 @@ def test_the_commands_are_the_documented_ones():
         "doctor", "bootstrap", "learner", "worker", "inspect", "simulate", "plan", "demo", "report", "eval", "export",
     ]  # fmt: skip
     assert isinstance(cli, LazyGroup)
+
+
+def test_every_exit_code_is_in_the_help_and_in_the_operator_s_page():
+    kinds, codes = [Echo2p2pError], set()
+    while kinds:
+        kind = kinds.pop()
+        codes.add(kind.exit_code)
+        kinds += kind.__subclasses__()
+    page = (ROOT / "docs/operations.md").read_text().partition("## Exit codes")[2]
+    for text in (EXIT_CODES, page):
+        assert {0, 2, 130} | codes == {
+            int(code) for code in re.findall(r"(?:^|· |: )\s*(\d+) ", text, re.MULTILINE)
+        }
 
 
 def test_help_is_instant():
