@@ -210,8 +210,10 @@ def with_turns(group: Group) -> Group:
 
 def test_only_the_model_s_tokens_are_targets():
     groups = make_groups(0)
-    plain = collate(rows_of(groups, scale_by_std=True), torch.device("cpu"))
-    turned = collate(rows_of(list(map(with_turns, groups)), scale_by_std=True), torch.device("cpu"))
+    plain = collate(rows_of(groups, scale_by_std=True), torch.device("cpu"), padded=True)
+    turned = collate(
+        rows_of(list(map(with_turns, groups)), scale_by_std=True), torch.device("cpu"), padded=True
+    )
     for name in ("targets", "sampler_logprobs", "advantages"):
         assert torch.equal(getattr(plain, name), getattr(turned, name))
     assert int(turned.where.sum()) == len(turned.targets)
