@@ -1,7 +1,7 @@
 """The task that a run's settings choose, on both sides: what the learner says of it, and how a worker builds it.
 
-Guarantees: a worker runs no code but what is installed under a task's name or named in its own settings; and nothing
-is rolled out where learner and worker hold different files or libraries.
+Guarantees: a worker runs no code but what is installed under a task's name or named in its own settings, and opens no
+file that only the learner names; nothing is rolled out where the two hold different files or libraries.
 """
 
 from __future__ import annotations
@@ -138,9 +138,16 @@ def build(spec: TaskSpec, own: TaskChoice) -> Task:
             f"the run has a reward of its own, {spec.reward}, which this worker has not been told to run",
             hint=f"get its file, and set task.reward = 'path.py:{spec.reward}' if you trust it",
         )
-    local = {
-        name: own.options[name] for name in LOCAL_OPTIONS if name in spec.options and name in own.options
-    }
+    local = {}
+    for name in LOCAL_OPTIONS:
+        if not any(name in options for options in (spec.options, *(stage.options for stage in spec.stages))):
+            continue
+        if name not in own.options:
+            raise SettingsError(
+                f"the run's task {spec.name} needs a file, and this worker has not been told which",
+                hint=f"get it, and set task.options.{name}",
+            )
+        local[name] = own.options[name]
     task = _make(spec, local, own, own.reward if spec.reward else "")
     held = pins_of(task)
     for name in sorted({*held, *spec.pins}):

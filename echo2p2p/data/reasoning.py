@@ -1,7 +1,8 @@
 """Task ``reasoning-gym``: any data set of the reasoning-gym library, generated and scored by it.
 
 Options: ``dataset`` (knights_knaves, sokoban, countdown, …), ``extract`` (tags: what stands in the last
-``<answer>…</answer>``; whole: the whole completion) and every parameter of the data set itself, such as ``n_people``.
+``<answer>…</answer>``; whole: the whole completion) and every parameter of the data set itself, such as ``n_people``,
+but none that names a file: the learner's word would make workers read any of theirs, and send it in their prompts.
 Worker and learner need the same release of the library: its generators may change.
 """
 
@@ -25,6 +26,7 @@ _ITEMS = 2**31 - 1
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ASK = "\nPut the final answer, and nothing else, between <answer> and </answer>.\n"
 _KEPT = 4096
+_NAMES_A_FILE = re.compile("file|path|folder|url")
 
 
 class ReasoningTask:
@@ -107,9 +109,12 @@ def make_reasoning(seed: int, options: Mapping[str, Any]) -> ReasoningTask:
     """The task with ``options``.
 
     Raises:
-        SettingsError: the library is not there, or it refuses the data set or a parameter.
+        SettingsError: the library is not there, it refuses the data set or a parameter, or one names a file.
     """
     parameters = {name: value for name, value in options.items() if name not in ("dataset", "extract")}
+    for name, value in parameters.items():
+        if isinstance(value, str) and _NAMES_A_FILE.search(name):
+            raise SettingsError(f"task option {name} of reasoning-gym names a file, which is not allowed")
     return ReasoningTask(
         seed,
         str(options.get("dataset", "knights_knaves")),

@@ -112,9 +112,13 @@ class Sandbox:
         value = said.get("value")
         if "error" in said:
             raise RewardFailed(f"{self.function} raised {said['error']}")
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardFailed(f"{self.function} returned {value!r}, no finite number")
-        return float(value)
+        try:
+            number = float(value) if isinstance(value, int | float) else math.nan
+        except OverflowError:  # an integer, from a reward that writes to the socket itself
+            number = math.inf
+        if not math.isfinite(number):
+            raise RewardFailed(f"{self.function} returned no finite number but {value!r:.80}")
+        return number
 
     def close(self) -> None:
         """End the process, also in the middle of a call. No call works afterwards."""
@@ -175,7 +179,7 @@ class Sandbox:
         except TimeoutError as error:
             self._end()
             raise RewardFailed(f"{self.function} did not answer within {seconds:g} s") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RewardFailed(self._died()) from error
         if not isinstance(answer, dict):
             raise RewardFailed(self._died())
@@ -208,8 +212,12 @@ def file_digest(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> str:
     if path.stat().st_size > max_bytes:
         raise SettingsError(f"{path} is larger than {max_bytes} bytes")
     hasher = blake3()
+    left = max_bytes
     with path.open("rb") as file:
         while block := file.read(2**20):
+            left -= len(block)
+            if left < 0:  # it grows, or has no size, like those of /proc
+                raise SettingsError(f"{path} is larger than {max_bytes} bytes")
             hasher.update(block)
     return hasher.hexdigest()
 

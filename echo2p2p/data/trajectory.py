@@ -50,7 +50,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     version_min: Annotated[int, Meta(ge=0, le=2**53)]
     version_max: Annotated[int, Meta(ge=0, le=2**53)]
     reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
-    finish: Annotated[str, Meta(pattern="^(stop|length)$")]
+    finish: Annotated[str, Meta(pattern=r"^(stop|length)\Z")]
     turns: Annotated[list[TurnLength], Meta(max_length=MAX_TURNS)] = []
     failed: bool = False
 

@@ -36,8 +36,8 @@ class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: Annotated[int, Meta(ge=1, le=4096)]
     alpha: Annotated[float, Meta(gt=0, le=1e6)]
     targets: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(min_length=1, max_length=64)]
-    dtype: Annotated[str, Meta(pattern="^(float32|bfloat16)$")]
-    base: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    dtype: Annotated[str, Meta(pattern=r"^(float32|bfloat16)\Z")]
+    base: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
     def encoded(self) -> bytes:
         """The content of ``ADAPTER_FILE``."""

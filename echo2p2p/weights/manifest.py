@@ -75,7 +75,7 @@ class Patch(msgspec.Struct, frozen=True):
     """
 
     base_version: Annotated[int, Meta(ge=0, le=2**53)]
-    base_fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    base_fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     nbytes: Annotated[int, Meta(ge=1, le=2**50)]
     chunk_bytes: Annotated[int, Meta(ge=1024, le=16 * 2**20)]
     chunks: bytes
@@ -107,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True):
     run: Annotated[str, Meta(max_length=130)]
     version: Annotated[int, Meta(ge=0, le=2**53)]
     hash: Literal["blake3"]
-    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     layout: Layout
     chunk_bytes: Annotated[int, Meta(ge=1024, le=16 * 2**20)]
     chunks: bytes

@@ -26,7 +26,7 @@ MAX_WANTS = 1024
 MAX_MESSAGE_BYTES = 16 * 1024
 
 Indices = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**24)], ...], Meta(max_length=MAX_WANTS)]
-ManifestDigest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+ManifestDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 VersionNumber = Annotated[int, Meta(ge=-1, lt=2**62)]
 
 

@@ -128,7 +128,17 @@ def test_a_target_that_no_layer_has_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"rank": 0}, {"alpha": -1.0}, {"targets": []}, {"dtype": "int8"}, {"base": "x"}, {"more": 1}]
+    "change",
+    [
+        {"rank": 0},
+        {"alpha": -1.0},
+        {"targets": []},
+        {"dtype": "int8"},
+        {"dtype": "float32\n"},
+        {"base": "x"},
+        {"base": 64 * "a" + "\n"},
+        {"more": 1},
+    ],
 )
 def test_a_damaged_adapter_file_is_refused(change: dict[str, object]) -> None:
     good = AdapterSpec(2, 4, TARGETS, "float32", 64 * "a")

@@ -9,6 +9,7 @@ import pytest
 from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
+from echo2p2p.data.work import Stage, TaskSpec
 from echo2p2p.errors import SettingsError
 
 
@@ -113,8 +114,22 @@ def test_a_worker_needs_the_learner_s_file_wherever_it_lies(questions, tmp_path)
         file.write('{"q": "one more", "a": "1"}\n')
     with pytest.raises(SettingsError, match="the learner's path of task jsonl is"):
         build(spec, own)
-    with pytest.raises(SettingsError, match="there is no file"):
-        build(spec, TaskSettings())
+
+
+def test_a_worker_opens_no_file_that_only_the_learner_names(questions):
+    spec, _ = choose(TaskSettings(name="jsonl", options=options(questions, score="exact")))
+    staged = TaskSpec("jsonl", 0, {}, stages=[Stage(8, dict(spec.options))], pins=spec.pins)
+    for asked in (spec, staged):
+        with pytest.raises(SettingsError, match="needs a file, and this worker has not been told which"):
+            build(asked, TaskSettings())
+
+
+def test_a_learner_cannot_have_a_worker_s_files_read_into_prompts(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("\n".join(["password", "swordfish", "correcthorse"]))
+    asked = TaskSpec("reasoning-gym", 0, {"dataset": "spell_backward", "data_file": str(secret)})
+    with pytest.raises(SettingsError, match="data_file of reasoning-gym names a file"):
+        build(asked, TaskSettings())
 
 
 def test_a_line_that_is_no_question_is_named(questions):

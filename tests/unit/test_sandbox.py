@@ -12,7 +12,7 @@ import pytest
 from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.episode import score_sample
-from echo2p2p.data.sandbox import Sandbox, SandboxLimits
+from echo2p2p.data.sandbox import Sandbox, SandboxLimits, file_digest
 from echo2p2p.data.scoring import TaskScorer
 from echo2p2p.data.task import make_task
 from echo2p2p.data.tokens import PolicyTokenizer
@@ -22,7 +22,7 @@ from echo2p2p.parts import SEED_POLICY
 
 LIMITS = SandboxLimits(call_s=1.0, start_s=30, memory_bytes=2**29)
 REWARDS = """
-import os, socket, time
+import os, socket, sys, time
 calls = 0
 def score(prompt, completion, answer):
     global calls
@@ -47,6 +47,11 @@ def score(prompt, completion, answer):
         return calls
     if completion == "pid":
         return os.getpid()
+    if completion == "deep":
+        os.write(int(sys.argv[1]), b"[" * 60000 + b"\\n")
+    if completion == "huge":
+        os.write(int(sys.argv[1]), b'{"value": 1' + b"0" * 400 + b"}\\n")
+        time.sleep(9)
     if completion == "print":
         print("a line that nobody reads", flush=True)
     return float(completion == answer)
@@ -81,12 +86,27 @@ def test_a_reward_is_computed_in_another_process_that_stays(sandbox):
         ("nan", "no finite number"),
         ("eat", "MemoryError"),
         ("write", "File too large"),
+        ("deep", "ended"),
     ],
 )
 def test_whatever_a_reward_does_is_that_call_s_error_alone(sandbox, completion, says):
     with pytest.raises(RewardFailed, match=says):
         sandbox.call("p", completion, "right")
     assert sandbox.call("p", "right", "right") == 1.0
+
+
+def test_an_integer_that_no_float_can_hold_is_no_reward(sandbox):
+    with pytest.raises(RewardFailed, match="no finite number"):
+        sandbox.call("p", "huge", "right")
+
+
+def test_a_file_without_an_end_is_read_no_further_than_allowed(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_bytes(bytes(100))
+    with pytest.raises(SettingsError, match="larger than 99"):
+        file_digest(path, 99)
+    with pytest.raises(SettingsError, match="larger than 10 bytes"):
+        file_digest(Path("/proc/self/environ"), 10)  # which says that it has none
 
 
 def test_no_process_and_no_folder_is_left_behind(sandbox):
