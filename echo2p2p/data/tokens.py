@@ -40,6 +40,7 @@ class PolicyTokenizer:
             raise SettingsError(f"{policy_dir} holds no fast tokenizer", hint="add its tokenizer.json")
         self._tokenizer = tokenizer
         self._size = len(tokenizer)  # it counts the vocabulary anew each time it is asked
+        self._added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self._chat = chat_template and bool(tokenizer.chat_template)
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -78,7 +79,10 @@ class PolicyTokenizer:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-            said = rendered.partition(_TURN)[2].removeprefix(self._tokenizer.decode([after]))
+            said = rendered.partition(_TURN)[2]
+            # Never a piece of plain text: a model that ends its turn with "<" must not take it from what follows.
+            if after in self._added:
+                said = said.removeprefix(self._tokenizer.decode([after]))
         ids: list[int] = self._tokenizer.encode(said, add_special_tokens=False)
         if not ids:
             raise SettingsError(f"the tokenizer makes no tokens of the turn {text[:80]!r}")

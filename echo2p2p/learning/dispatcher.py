@@ -28,6 +28,8 @@ from echo2p2p.learning.sessions import Session
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
+CHECKED_AT_ONCE = 2
+"""Groups whose contents are checked: rewards may take seconds, and the threads they wait in are others' as well."""
 MIN_OUTSTANDING_GROUPS = 2
 """A worker always has the next group while it generates one: otherwise each round trip is idle time."""
 BYTES_PER_TOKEN = 12
@@ -95,6 +97,7 @@ class Dispatcher:
         self._recorded: dict[int, list[Entry]] = {}
         self._drawn: list[Entry] = []
         self._decliners: dict[int, set[str]] = {}
+        self._checks = asyncio.Semaphore(CHECKED_AT_ONCE)
         self.version = 0
         self._published = self._published_before = -1
         self.t_train_s = t_train_s
@@ -254,14 +257,15 @@ class Dispatcher:
 
         refusal = claim()
         if refusal is None:
-            verified = await self._clock.offload(
-                lambda: check_contents(
-                    group,
-                    scorer=self._scorer,
-                    n_samples=self._settings.samples_per_prompt,
-                    max_new_tokens=self._settings.max_new_tokens,
+            async with self._checks:
+                verified = await self._clock.offload(
+                    lambda: check_contents(
+                        group,
+                        scorer=self._scorer,
+                        n_samples=self._settings.samples_per_prompt,
+                        max_new_tokens=self._settings.max_new_tokens,
+                    )
                 )
-            )
             # The lease may have run out, and the learner moved on, while the contents were checked.
             refusal = verified if isinstance(verified, Refusal) else claim()
             if refusal is None and isinstance(verified, Group):

@@ -180,6 +180,14 @@ def test_what_an_environment_says_is_wrapped_as_the_template_wraps_a_user_s_turn
         plain.encode_turn("", after=letter)
 
 
+def test_a_turn_s_last_letter_takes_nothing_from_what_the_environment_says(tmp_path):
+    folder = make_text_policy(tmp_path / "policy")
+    (folder / "chat_template.jinja").write_text(CHAT.replace("{{ eos_token }}", "a then"))
+    chat = PolicyTokenizer(folder, chat_template=True)
+    one, other = (PolicyTokenizer(folder).encode_prompt(letter)[-1] for letter in "ab")
+    assert chat.encode_turn("go on", after=one) == chat.encode_turn("go on", after=other)
+
+
 def test_a_version_with_another_chat_template_is_not_rolled_out():
     held = {"config.json": b"{}", "chat_template.jinja": b"one"}
     check_same_files(held, dict(held))

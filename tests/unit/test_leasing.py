@@ -1,10 +1,13 @@
 """To whom work is leased, and what a worker that has yet to fetch the weights is taken for."""
 
+import asyncio
 from types import SimpleNamespace
 
 from echo2p2p.config import LearnerSettings, ProvisioningSettings
-from echo2p2p.data.work import Lease
-from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.data.trajectory import Group, Trajectory
+from echo2p2p.data.work import Lease, Submit, Verdict
+from echo2p2p.learning.admission import Refusal
+from echo2p2p.learning.dispatcher import CHECKED_AT_ONCE, Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
@@ -141,3 +144,29 @@ def test_a_worker_that_is_ready_and_gets_no_lease_is_no_longer_arriving():
             assert session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
             session.prove(6)
             assert not session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
+
+
+async def test_groups_that_take_long_to_check_do_not_take_all_threads(monkeypatch):
+    workers = [Told(name) for name in "abcdef"]
+    world = World(workers)
+    monkeypatch.setattr("echo2p2p.learning.dispatcher.check_claim", lambda *_, **__: None)
+    checking, most, go_on = 0, 0, asyncio.Event()
+
+    async def offload(_):
+        nonlocal checking, most
+        checking += 1
+        most = max(most, checking)
+        await go_on.wait()
+        checking -= 1
+        return Refusal.TASK
+
+    world.dispatcher._clock.offload = offload
+    group = Group(0, [1], [Trajectory([1], b"0000", 0, 0, 0.0, "stop")])
+    async with asyncio.TaskGroup() as tasks:
+        for worker in workers:
+            tasks.create_task(world.dispatcher._admit(worker, Submit(0, group)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        go_on.set()
+    assert most == CHECKED_AT_ONCE
+    assert all(isinstance(worker.told[-1], Verdict) for worker in workers)
