@@ -11,13 +11,17 @@ DURATION_S = 200
 
 
 def test_with_publications_faster_than_fetches_every_worker_installs_again_and_again(tmp_path):
-    settings = settings_for("learner.staleness=200", "learner.kappa=1", "learner.min_workers=3")
+    # The learner waits for most of them before it publishes again; one is slower than that.
+    pool_mbit = (20, 20, 20, 20, 0.25)
+    settings = settings_for(
+        *("learner.staleness=200", "learner.kappa=1", "learner.min_workers=5", "provisioning.gamma=1.6")
+    )
 
     async def main():
         async with MemorySwarm(seed=1, default_delay_s=0.02) as swarm:
-            # A step takes 3 s, and 512 KiB through a downlink of 0.9 Mbit/s 4.7 s.
+            # A step takes 3 s, and 512 KiB through a downlink of 0.25 Mbit/s 17 s.
             run = SimulatedRun(swarm, settings, t_train_s=3, snapshot_bytes=2**19, install_s=0.1)
-            pool = [WorkerModel(0.3, 400, download_mbit=0.9) for _ in range(3)]
+            pool = [WorkerModel(0.3, 400, download_mbit=mbit) for mbit in pool_mbit]
             start_worker, logs = run.start_worker, []
 
             async def logged(model, number):
@@ -33,13 +37,14 @@ def test_with_publications_faster_than_fetches_every_worker_installs_again_and_a
                 log.close()
 
     run_virtual(main)
-    for number in range(3):
+    for number in range(len(pool_mbit)):
         events = list(read_events(tmp_path / f"{number}.jsonl"))
         installed = [event["version"] for event in events if event["event"] == "installed"]
         given_up = [event["version"] for event in events if event["event"] == "superseded"]
-        assert given_up
+        is_slow = number == len(pool_mbit) - 1
+        assert given_up or not is_slow
         assert installed == sorted(set(installed))
-        # At worst one fetch in two is given up, after 3 s.
-        assert len(installed) >= DURATION_S / 20
+        # At worst one fetch in two is given up, with a fifth of it here.
+        assert len(installed) >= DURATION_S / (40 if is_slow else 20)
         assert len(given_up) <= len(installed) + 1
         assert not set(given_up) & set(installed)
