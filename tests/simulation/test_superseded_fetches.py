@@ -10,7 +10,7 @@ from echo2p2p.telemetry.events import EventLog, read_events
 DURATION_S = 200
 
 
-def test_with_publications_faster_than_fetches_every_worker_installs_again_and_again(tmp_path):
+def test_with_publications_faster_than_its_fetches_a_slow_worker_installs_again_and_again(tmp_path):
     # The learner waits for most of them before it publishes again; one is slower than that.
     pool_mbit = (20, 20, 20, 20, 0.25)
     settings = settings_for(
@@ -41,10 +41,9 @@ def test_with_publications_faster_than_fetches_every_worker_installs_again_and_a
         events = list(read_events(tmp_path / f"{number}.jsonl"))
         installed = [event["version"] for event in events if event["event"] == "installed"]
         given_up = [event["version"] for event in events if event["event"] == "superseded"]
-        is_slow = number == len(pool_mbit) - 1
-        assert given_up or not is_slow
         assert installed == sorted(set(installed))
-        # At worst one fetch in two is given up, with a fifth of it here.
-        assert len(installed) >= DURATION_S / (40 if is_slow else 20)
-        assert len(given_up) <= len(installed) + 1
         assert not set(given_up) & set(installed)
+    # The slow one, the last: at worst one fetch in two is given up, with less than a fifth of it here.
+    assert given_up
+    assert len(installed) >= DURATION_S / 40
+    assert len(given_up) <= len(installed) + 1
