@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from echo2p2p.data.trajectory import Sampling
+from echo2p2p.errors import EngineError
 from echo2p2p.weights.snapshot import Snapshot
 
 
@@ -39,6 +40,39 @@ Swap = Callable[[], Awaitable[None]]
 
 Raises EngineError or OutOfMemory if that fails; then the version before is whole.
 """
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    version: int,
+    vocabulary: int,
+    max_tokens: int,
+    limit: str,
+) -> None:
+    """What every engine asks of prompts before it generates.
+
+    Args:
+        version: what is installed; −1 for nothing.
+        vocabulary: token ids lie below it.
+        max_tokens: a prompt and what is sampled after it, together.
+        limit: names ``max_tokens``, which stands for its ``{}``.
+
+    Raises:
+        EngineError: nothing is installed, or a prompt is empty, too long, or has ids outside the vocabulary.
+    """
+    if version < 0:
+        raise EngineError("no policy version is installed", hint="install a snapshot first")
+    for prompt in prompts:
+        if not prompt or not all(0 <= token < vocabulary for token in prompt):
+            raise EngineError(f"a prompt is empty or has ids outside the vocabulary of {vocabulary}")
+        if len(prompt) + sampling.max_new_tokens > max_tokens:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the "
+                f"{limit.format(max_tokens)}",
+                hint="lower max_new_tokens",
+            )
 
 
 class InferenceEngine(Protocol):

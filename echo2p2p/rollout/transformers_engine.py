@@ -29,7 +29,7 @@ from echo2p2p.data.policy import (
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError
 from echo2p2p.rollout.decoding import Rows, decode
-from echo2p2p.rollout.engine import Completion, Swap
+from echo2p2p.rollout.engine import Completion, Swap, check_prompts
 from echo2p2p.rollout.installed_weights import InstalledWeights, memory_errors
 from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter, check_base
 from echo2p2p.weights.snapshot import Snapshot
@@ -112,7 +112,14 @@ class TransformersEngine:
         temperature, over the whole vocabulary also where ``top_p`` narrowed the choice. If the caller is
         cancelled, decoding stops at the next token.
         """
-        self._check_prompts(prompts, sampling)
+        check_prompts(
+            prompts,
+            sampling,
+            version=self.version,
+            vocabulary=self._vocabulary,
+            max_tokens=self._max_positions,
+            limit="policy's {} positions",
+        )
         cancelled = threading.Event()
 
         def aborted() -> bool:
@@ -157,21 +164,6 @@ class TransformersEngine:
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
         return await future
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if self.version < 0:
-            raise EngineError("no policy version is installed", hint="install a snapshot first")
-        for prompt in prompts:
-            if not prompt or not all(0 <= token < self._vocabulary for token in prompt):
-                raise EngineError(
-                    f"a prompt is empty or has ids outside the vocabulary of {self._vocabulary}"
-                )
-            if len(prompt) + sampling.max_new_tokens > self._max_positions:
-                raise EngineError(
-                    f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the "
-                    f"policy's {self._max_positions} positions",
-                    hint="lower max_new_tokens",
-                )
 
     def _generate(
         self,

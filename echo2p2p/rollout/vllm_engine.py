@@ -30,7 +30,7 @@ from echo2p2p.config import VLLMSettings
 from echo2p2p.data.policy import eos_token_ids, load_config, max_positions
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError, EngineLost, Interrupted, OutOfMemory
-from echo2p2p.rollout.engine import Completion, Swap
+from echo2p2p.rollout.engine import Completion, Swap, check_prompts
 from echo2p2p.rollout.vllm_process import (
     Prepared,
     VLLMProcess,
@@ -187,8 +187,14 @@ class VLLMEngine:
     # --- one request ----------------------------------------------------------------------------------
 
     def _check(self, running: VLLMProcess, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if self._version < 0:
-            raise EngineError("no policy version is installed", hint="install a snapshot first")
+        check_prompts(
+            prompts,
+            sampling,
+            version=self._version,
+            vocabulary=self._vocabulary,
+            max_tokens=self._max_positions,
+            limit="{} that the engine allows",
+        )
         if sampling.temperature and not _LOWEST <= sampling.temperature <= _HIGHEST:
             raise EngineError(
                 f"vLLM cannot sample at temperature {sampling.temperature:g}",
@@ -198,17 +204,6 @@ class VLLMEngine:
             raise EngineError(
                 "this vLLM reports log-probabilities of the nucleus only", hint="use learner.top_p = 1"
             )
-        for prompt in prompts:
-            if not prompt or not all(0 <= token < self._vocabulary for token in prompt):
-                raise EngineError(
-                    f"a prompt is empty or has ids outside the vocabulary of {self._vocabulary}"
-                )
-            if len(prompt) + sampling.max_new_tokens > self._max_positions:
-                raise EngineError(
-                    f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones exceed the "
-                    f"{self._max_positions} that the engine allows",
-                    hint="lower max_new_tokens",
-                )
 
     def _parameters(self, n_samples: int, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
