@@ -14,7 +14,7 @@ import numpy as np
 
 from echo2p2p.errors import ChunkError, PatchError
 from echo2p2p.swarm.clock import Clock
-from echo2p2p.weights.patch_words import Reader, pack
+from echo2p2p.weights.patch_words import Kind, Reader, decode_whole, encode_whole
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout
 
 _WIDTHS = (2, 4, 8)
@@ -38,9 +38,7 @@ def encode(chunk: bytes | memoryview, width: int) -> bytes | None:
     """``chunk`` as words of ``width`` bytes in less than its own length; None if it does not come to less."""
     if width not in _WIDTHS or len(chunk) % width or not len(chunk):
         return None
-    planes = np.frombuffer(chunk, np.uint8).reshape(-1, width)
-    packed = (pack(np.ascontiguousarray(planes[:, at])) for at in range(width))
-    coded = b"".join([bytes([width]), *packed])
+    coded = bytes([width]) + encode_whole(np.frombuffer(chunk, Kind(width, None).dtype))
     return coded if len(coded) < len(chunk) else None
 
 
@@ -56,10 +54,8 @@ def decode(coded: bytes | memoryview, nbytes: int) -> bytes:
     if width not in _WIDTHS or nbytes % width:
         raise ChunkError(f"a chunk of {nbytes} bytes is coded in words of {width}")
     reader = Reader(memoryview(coded)[1:])
-    words = np.empty((nbytes // width, width), np.uint8)
     try:
-        for at in range(width):
-            words[:, at] = reader.block(len(words))
+        words = decode_whole(Kind(width, None), nbytes // width, reader)
     except PatchError as error:
         raise ChunkError(f"a coded chunk of {nbytes} bytes does not decode: {error.message}") from None
     if not reader.at_end:

@@ -258,12 +258,8 @@ class WeightPublisher:
         places = tuple(sorted(members.index(peer) for peer in suspects))[:MAX_WANTS]
         self._serial += 1
         others = [member for member in newest.manifest.members if member.peer not in suspects]
-        patches = newest.manifest.patches
         serial = self._serial
-        trees = await self._clock.offload(lambda: self._tree_count(newest.manifest, others))
-        patch_trees = (
-            await self._clock.offload(lambda: self._tree_count(patches[0], others)) if patches else 1
-        )
+        trees, patch_trees = await self._clock.offload(lambda: self._tree_counts(newest.manifest, others))
         told = Suspects(newest.digest, serial, places, trees, patch_trees)
         if holding is not None:
             holding.suspect(told)
@@ -323,17 +319,19 @@ class WeightPublisher:
             assets=tuple(listed),
             patches=patches,
         )
-        manifest = msgspec.structs.replace(
-            manifest,
-            trees=self._tree_count(manifest, members),
-            patch_trees=self._tree_count(patches[0], members) if patches else 1,
-        )
+        trees, patch_trees = self._tree_counts(manifest, members)
+        manifest = msgspec.structs.replace(manifest, trees=trees, patch_trees=patch_trees)
         body = sign(self._network.identity, manifest)
         while len(body) > self._limits.max_manifest_bytes and manifest.patches:
             manifest = msgspec.structs.replace(manifest, patches=manifest.patches[:-1])
             body = sign(self._network.identity, manifest)
         self._store.pin(version, body, manifest.digests())
         return manifest, body
+
+    def _tree_counts(self, manifest: Manifest, members: Sequence[Member]) -> tuple[int, int]:
+        """Over how many trees the whole and the patches are best relayed among ``members``."""
+        patches = manifest.patches
+        return self._tree_count(manifest, members), self._tree_count(patches[0], members) if patches else 1
 
     def _tree_count(self, what: Manifest | Patch, members: Sequence[Member]) -> int:
         """Over how many trees a snapshot or a patch reaches ``members`` soonest."""
