@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import time
 
 import pytest
 from hivemind_helpers import Join
@@ -16,6 +17,8 @@ from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.network import Stream
 
 ECHO = "/echo2p2p/1/echo"
+HASTY = NodeLimits(streams=StreamLimits(yield_s=0.2))
+"""For tests that wait for the end that the dialled side puts to a stream."""
 
 
 async def echo(stream: Stream) -> None:
@@ -24,7 +27,7 @@ async def echo(stream: Stream) -> None:
 
 
 async def test_both_ends_know_who_the_other_is(join: Join) -> None:
-    first = await join("first")
+    first = await join("first", limits=HASTY)
     second = await join("second", through=first)
     callers = []
 
@@ -54,34 +57,61 @@ async def test_two_workers_find_each_other_through_the_bootstrap_peer(join: Join
     await stream.close()
 
 
-async def test_64_mib_arrive_intact_though_the_sender_closes_at_once(join: Join) -> None:
+async def test_64_mib_arrive_intact_though_the_handler_returns_at_once(join: Join) -> None:
     first = await join("first")
     second = await join("second", through=first)
-    received: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
-
-    async def take(stream: Stream) -> None:
-        await stream.write(b"unread" * 1000)  # must not make the sender's close lose anything
-        digest, size = hashlib.sha256(), 0
-        while data := await stream.read(2**18):
-            digest.update(data)
-            size += len(data)
-        received.put_nowait((size, digest.digest()))
-
-    await first.handle(ECHO, take)
     block = random.Random(7).randbytes(2**20)
+
+    async def give(stream: Stream) -> None:
+        for _ in range(63):
+            await stream.write(block)
+        await stream.write(bytearray(block))
+
+    await first.handle(ECHO, give)
     stream = await second.open_stream(first.peer_id, ECHO, timeout_s=5)
-    for _ in range(63):
-        await stream.write(block)
-    await stream.write(bytearray(block))
-    await stream.close()
+    await stream.write(b"unread" * 1000)  # must not make the other end's close lose anything
+    digest = hashlib.sha256()
     async with asyncio.timeout(30):
-        size, digest = await received.get()
-    assert size == 64 * 2**20
-    assert digest == hashlib.sha256(block * 64).digest()
+        for _ in range(256):
+            digest.update(await stream.read_exactly(2**18))
+    await stream.close()
+    assert digest.digest() == hashlib.sha256(block * 64).digest()
+
+
+async def test_the_side_that_was_dialled_leaves_the_end_to_the_other_but_does_not_wait_for_ever(
+    join: Join,
+) -> None:
+    first = await join("first", limits=HASTY)
+    second = await join("second", through=first)
+
+    async def greet(stream: Stream) -> None:
+        await stream.write(b"hello")
+
+    await first.handle(ECHO, greet)
+    stream = await second.open_stream(first.peer_id, ECHO, timeout_s=5)
+    assert await stream.read_exactly(5) == b"hello"
+    started = time.monotonic()
+    assert await stream.read(1) == b""
+    assert 0.1 < time.monotonic() - started < 3
+    await stream.close()
+
+
+async def test_a_handler_that_fails_ends_its_stream_at_once(join: Join) -> None:
+    first = await join("first")
+    second = await join("second", through=first)
+
+    async def refuse(stream: Stream) -> None:
+        raise ProtocolError(f"{stream.remote} says nonsense")
+
+    await first.handle(ECHO, refuse)
+    stream = await second.open_stream(first.peer_id, ECHO, timeout_s=5)
+    async with asyncio.timeout(StreamLimits().yield_s / 2):
+        assert await stream.read(1) == b""
+    await stream.close()
 
 
 async def test_reading_more_than_was_sent_is_a_broken_stream(join: Join) -> None:
-    first = await join("first")
+    first = await join("first", limits=HASTY)
     second = await join("second", through=first)
 
     async def short(stream: Stream) -> None:
@@ -98,7 +128,7 @@ async def test_reading_more_than_was_sent_is_a_broken_stream(join: Join) -> None
 
 
 async def test_a_buffer_is_filled_with_what_came_before_and_after_it_was_given(join: Join) -> None:
-    first = await join("first")
+    first = await join("first", limits=HASTY)
     second = await join("second", through=first)
     block = random.Random(8).randbytes(3 * 2**20)
 

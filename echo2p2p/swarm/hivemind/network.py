@@ -160,7 +160,7 @@ class HivemindNetwork:
             raise DeadlineExceeded(f"{peer} did not open {protocol} within {timeout_s:g} s") from None
         except (PeerUnreachable, VerificationError) as error:
             raise PeerUnreachable(f"{peer} cannot be reached for {protocol}: {error.message}") from None
-        stream = SocketStream(peer, connection, self._limits.streams, self._opened.discard)
+        stream = SocketStream(peer, connection, self._limits.streams, self._opened.discard, dialled=True)
         self._opened.add(stream)
         return stream
 
@@ -219,7 +219,7 @@ class HivemindNetwork:
             logger.info("refused a stream: %s", error)
             connection.transport.abort()
             return
-        await self._incoming.serve(protocol, SocketStream(remote, connection, self._limits.streams))
+        await self._incoming.serve(protocol, SocketStream(remote, connection, self._limits.streams, dialled=False))
 
     # Records
 

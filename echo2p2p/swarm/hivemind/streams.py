@@ -1,13 +1,17 @@
 """Streams over the local sockets that p2pd hands out, and the supervision of those that peers open to us.
 
-Guarantees: what was written before :meth:`SocketStream.close` reaches the other end; a handler's failure ends
-its own stream and nothing else; a peer holds at most ``max_incoming_per_peer`` streams to us at a time.
+Guarantees: what a handler wrote before it returned reaches a peer that reads on; a handler's failure ends its own
+stream and nothing else; a peer holds at most ``max_incoming_per_peer`` streams to us at a time.
 
 p2pd passes on bytes and the end of a stream, but no half-close (closing one direction ends both) and no
-reset: a connection that breaks can look like an end of stream. Whoever reads therefore knows from the
-protocol how many bytes are to come, as :mod:`echo2p2p.swarm.messages` does. And who closes the whole node
-right after a stream waits for the peer's acknowledgement first: the end of p2pd takes along what lies in the
-kernel's buffers.
+reset: a connection that breaks can look like an end of stream. Now and then it even resets a stream instead of
+ending it (its two directions race), and then drops what the other end has not read yet. So:
+
+* Whoever reads knows from the protocol how many bytes are to come, as :mod:`echo2p2p.swarm.messages` does.
+* The side that dialled ends a stream, once it has what it wants; the side that was dialled waits for that end, and
+  ends the stream itself only if it does not come within ``yield_s``.
+* Whoever dialled and must know that its own bytes arrived waits for an answer before it closes. So does whoever
+  closes the whole node: the end of p2pd takes along what lies in the kernel's buffers.
 """
 
 from __future__ import annotations
@@ -34,14 +38,15 @@ class StreamLimits:
     """What one node spends on streams.
 
     ``buffer_bytes`` is the write buffer's high mark of each stream; asyncio's own 64 KiB costs throughput.
-    ``stall_s`` is how long a write may make no progress; ``linger_s`` how long a close may take to hand over what
-    was written.
+    ``stall_s`` is how long a write may make no progress; ``yield_s`` how long the side that was dialled leaves it to
+    the other to end a stream; ``linger_s`` how long a close may take after that to hand over what was written.
     """
 
     buffer_bytes: int = 2**18
     max_incoming: int = 1024
     max_incoming_per_peer: int = 64
     stall_s: float = 60.0
+    yield_s: float = 5.0
     linger_s: float = 30.0
 
 
@@ -54,9 +59,12 @@ class SocketStream:
         connection: Connection,
         limits: StreamLimits,
         on_end: Callable[[SocketStream], None] = lambda _: None,
+        *,
+        dialled: bool,
     ) -> None:
-        """``on_end`` is called once the connection is given up, closed or aborted."""
+        """``on_end`` is called once the connection is given up, closed or aborted; ``dialled``: by us."""
         self._remote = remote
+        self._dialled = dialled
         self._connection = connection
         self._limits = limits
         self._on_end = on_end
@@ -113,17 +121,26 @@ class SocketStream:
             raise self._broken(error) from error
 
     async def close(self) -> None:
+        await self._end(yield_s=0.0 if self._dialled else self._limits.yield_s)
+
+    async def end(self) -> None:
+        """As :meth:`close`, but without leaving it to the other side."""
+        await self._end(yield_s=0.0)
+
+    async def _end(self, yield_s: float) -> None:
         if self._closing:
             return
         self._closing = True
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(yield_s):
+                    await self._read_to_the_end()
             async with asyncio.timeout(self._limits.linger_s):
                 # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote.
                 # So say that no more comes, and read until p2pd, having sent everything on, closes its end.
                 if not self._connection.transport.is_closing():
                     self._connection.transport.write_eof()
-                while await self._connection.read(_SLICE_BYTES):
-                    pass
+                await self._read_to_the_end()
                 self._connection.transport.close()
                 await self._connection.wait_closed()
         except (OSError, RuntimeError):  # TimeoutError is an OSError; RuntimeError: uvloop, already closed
@@ -136,6 +153,10 @@ class SocketStream:
         self._closing = True
         self._connection.transport.abort()
         self._on_end(self)
+
+    async def _read_to_the_end(self) -> None:
+        while await self._connection.read(_SLICE_BYTES):
+            pass
 
     def _ended(self, error: asyncio.IncompleteReadError) -> PeerUnreachable:
         got = f" after {len(error.partial)} of {error.expected} bytes" if error.partial else ""
@@ -168,8 +189,10 @@ class IncomingStreams:
             raise RuntimeError("serve runs in a task")
         self._tasks.add(task)
         self._per_peer[peer] += 1
+        end = stream.end
         try:
             await handler(stream)
+            end = stream.close
         except asyncio.CancelledError:
             stream.abort()
             raise
@@ -181,7 +204,7 @@ class IncomingStreams:
             logger.exception("the handler of %s failed on a stream of %s", protocol, peer)
         finally:
             try:
-                await stream.close()
+                await end()
             finally:
                 self._tasks.discard(task)
                 self._per_peer[peer] -= 1
