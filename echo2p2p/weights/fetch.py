@@ -317,8 +317,9 @@ class Fetch:
                 )
             await self._heed_suspects()
             self._schedule.next_round()
-            for lane, keep in self._slow_lanes(now, now - started_s):
-                self._schedule.relieve(lane.source, keep)
+            slow = dict(self._slow_lanes(now, now - started_s))
+            self._schedule.relieve({lane.source: keep for lane, keep in slow.items()})
+            for lane, keep in slow.items():
                 if not keep and now - lane.last_chunk_s > self._limits.patience_s:
                     self._report(slow={lane.source})
             silent = now - max(self._last_chunk_s, rescued_s) > self._limits.rescue_s

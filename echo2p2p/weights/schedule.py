@@ -11,7 +11,7 @@ A chunk may be open at several sources at once (endgame); the first copy counts,
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from echo2p2p.swarm.identity import PeerId
@@ -190,17 +190,26 @@ class Schedule:
         passed = self._gone | self._unreliable
         return next((peer for peer in self._plan.ahead(chunk, self._me) if peer not in passed), self._learner)
 
-    def relieve(self, source: PeerId, keep: int) -> int:
-        """Ask others too for all but the first ``keep`` chunks of a slow ``source``; how many that were.
+    def relieve(self, slow: Mapping[PeerId, int]) -> int:
+        """Ask others too for what slow sources will not send soon; how many chunks that were.
 
-        What it has been asked for stays open there: whoever is first wins.
+        What they have been asked for stays open there: whoever is first wins.
+
+        Args:
+            slow: by source, how many of its chunks are left to it alone, the first ones.
         """
-        moved = [chunk for chunk in list(self._open[source])[keep:] if self._copies[chunk] == 1]
+        late = Counter(chunk for source, keep in slow.items() for chunk in list(self._open[source])[keep:])
         count = 0
-        for chunk in moved:
-            if self._queue_elsewhere(chunk):
+        for chunk, copies in late.items():
+            # Who stands in for a slow source may be slow as well.
+            if copies == self._copies[chunk] and self._queue_elsewhere(chunk):
                 self._relieved.add(chunk)
                 count += 1
+        return count + sum(self._unqueue(source, keep) for source, keep in slow.items())
+
+    def _unqueue(self, source: PeerId, keep: int) -> int:
+        """Ask others for what ``source`` has not been asked for yet, beyond its first ``keep`` chunks."""
+        count = 0
         queue = self._queues[source]
         kept: deque[tuple[int, bool]] = deque()
         for _ in range(max(0, self.load(source) - keep)):

@@ -246,7 +246,7 @@ def test_what_a_suspect_owes_is_asked_of_who_is_ahead_of_it_and_cancelled_there(
 def test_the_first_of_two_copies_counts_and_names_where_to_cancel() -> None:
     it = schedule()
     owed = take_all(it, PEERS[1])
-    assert it.relieve(PEERS[1], keep=2) == len(owed) - 2
+    assert it.relieve({PEERS[1]: 2}) == len(owed) - 2
     chunk = next(chunk for chunk in take_all(it, PEERS[2]) if chunk in owed)
     assert set(it.arrived(chunk)) == {PEERS[1], PEERS[2]}
     assert it.arrived(chunk) == []
@@ -287,7 +287,7 @@ def test_whatever_fails_a_fetch_ends_with_all_or_says_what_is_unobtainable(
             case 1 if source != LEARNER or not honest:
                 it.lacks(source, chunks)
             case 2:
-                it.relieve(source, rng.randint(0, 3))
+                it.relieve({source: rng.randint(0, 3)})
             case _:
                 for chunk in (each for each in range(n_chunks) if it.is_open(source, each)):
                     it.arrived(chunk)

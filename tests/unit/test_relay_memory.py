@@ -160,6 +160,20 @@ async def test_a_member_with_a_tenth_of_its_announced_uplink_is_relieved(world: 
     assert world.learner_copies() < 1.3
 
 
+@virtual([UP_MBIT] * 8)
+async def test_two_members_with_slow_downlinks_do_not_hold_up_the_others(world: World) -> None:
+    slow = (0, 3)
+    for at in slow:
+        world.swarm.set_rate(world.peers[at], download_mbit=UP_MBIT / 10)
+    published = await world.publish(0, snapshot(nbytes=4 * NBYTES))
+    fetched = await asyncio.gather(*(each.fetch(published.record) for each in world.subscribers))
+    bound_s = fluid_bound_s(4 * NBYTES, UP_MBIT, [UP_MBIT] * 8, [UP_MBIT] * 8)
+    # What each of them should forward, the other may be the first to stand in for.
+    assert max(each.fetch_s for at, each in enumerate(fetched) if at not in slow) < 2 * bound_s
+    assert max(fetched[at].fetch_s for at in slow) < 12 * bound_s
+    assert sum(world.publisher.bytes_sent[0].values()) < 1.5 * 4 * NBYTES
+
+
 @virtual()
 async def test_a_fetch_that_has_ended_holds_no_buffer_until_the_garbage_collector_comes(world: World) -> None:
     await world.fetch(await world.publish(0))

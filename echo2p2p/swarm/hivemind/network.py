@@ -219,7 +219,9 @@ class HivemindNetwork:
             logger.info("refused a stream: %s", error)
             connection.transport.abort()
             return
-        await self._incoming.serve(protocol, SocketStream(remote, connection, self._limits.streams, dialled=False))
+        await self._incoming.serve(
+            protocol, SocketStream(remote, connection, self._limits.streams, dialled=False)
+        )
 
     # Records
 
