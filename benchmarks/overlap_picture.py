@@ -93,4 +93,4 @@ def _dots(axis: Any, places: Sequence[float], points: Sequence[Point]) -> None:
         text = f"{100 * p['bubble']:.1f}" + (" (disturbed)" if p["disturbed"] else "")
         axis.annotate(
             text, (x, 100 * p["bubble"]), (5, 5), textcoords="offset points", color=MUTED, fontsize=7.5
-        )
+        ).set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
