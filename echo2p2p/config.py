@@ -113,9 +113,9 @@ class OptimizerSettings(Section):
     """The objective and its optimizer."""
 
     learning_rate: Positive = Field(1e-6, description="AdamW, constant")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    weight_decay: NonNegative = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's β₁")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's β₂")
+    weight_decay: NonNegative = Field(0.0, description="AdamW's weight decay")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="the learning rate rises over so many steps"
     )
@@ -209,11 +209,19 @@ class LearnerSettings(Section):
     steps: Annotated[int, Field(ge=1)] = Field(
         200, description="training steps; each makes one policy version"
     )
-    prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 16
-    samples_per_prompt: Annotated[int, Field(ge=2, le=4096)] = 16
-    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 256
+    prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        16, description="groups that a step trains on"
+    )
+    samples_per_prompt: Annotated[int, Field(ge=2, le=4096)] = Field(
+        16, description="completions of one prompt: a group"
+    )
+    temperature: Annotated[float, Field(gt=0, le=10)] = Field(1.0, description="of sampling")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="sample from the likeliest tokens that have this probability together"
+    )
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = Field(
+        256, description="longest completion, in tokens; of an episode, all turns together"
+    )
     lease_s: Positive = Field(60, description="how long leased prompts are one worker's alone")
     beat_period_s: Positive = Field(
         5, description="workers show a sign of life this often; 3 missed and they are gone"
@@ -223,10 +231,16 @@ class LearnerSettings(Section):
     eval_every: Annotated[int, Field(ge=0)] = Field(
         0, description="steps between held-out evaluations; 0: only at the ends"
     )
-    eval_prompts: Annotated[int, Field(ge=1, le=65_536)] = 128
-    eval_samples: Annotated[int, Field(ge=1, le=1024)] = 4
+    eval_prompts: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        128, description="held-out prompts of one evaluation"
+    )
+    eval_samples: Annotated[int, Field(ge=1, le=1024)] = Field(
+        4, description="completions of each held-out prompt"
+    )
     stop_at_reward: float | None = Field(None, description="stop once a held-out evaluation reaches this")
-    checkpoints_kept: Annotated[int, Field(ge=1)] = 2
+    checkpoints_kept: Annotated[int, Field(ge=1)] = Field(
+        2, description="newest checkpoints that stay on disk"
+    )
     max_roll_forwards: Annotated[int, Field(ge=0, le=1000)] = Field(
         3,
         description="times in a row that unsound weights are replaced by the last good ones; then the run ends",
@@ -365,7 +379,9 @@ class Settings(BaseSettings):
 
     name: RunName = Field("echo", description="the run is NAME@LEARNER_PEER_ID")
     run_dir: Path | None = Field(None, description="folder of this run; empty: runs/NAME")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of what a worker draws, and of what held-out evaluations sample"
+    )
     swarm: SwarmSettings = SwarmSettings()
     task: TaskSettings = TaskSettings()
     policy: PolicySettings = PolicySettings()
