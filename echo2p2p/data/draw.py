@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 from blake3 import blake3
 
 from echo2p2p.data.task import HELD_OUT, TRAIN
@@ -35,6 +36,12 @@ class Dice:
         word = self._hasher.digest(length=_WORD_BYTES, seek=self._offset)
         self._offset += _WORD_BYTES
         return int.from_bytes(word, "little") % bound
+
+    def all_below(self, bound: int, n: int) -> np.ndarray:
+        """The next ``n`` integers at once: uint64, shape (n,)."""
+        words = self._hasher.digest(length=_WORD_BYTES * n, seek=self._offset)
+        self._offset += _WORD_BYTES * n
+        return np.frombuffer(words, dtype="<u8") % np.uint64(bound)
 
 
 def draw(task: str, seed: int, split: str, index: int, make: Callable[[Dice], T]) -> T:

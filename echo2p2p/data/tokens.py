@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from echo2p2p.data.conversation import Conversation
 from echo2p2p.errors import SettingsError
 
 _TURN = "a turn of the model"
@@ -44,15 +46,25 @@ class PolicyTokenizer:
         self._chat = chat_template and bool(tokenizer.chat_template)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids that the engine is fed for the prompt ``text``.
+        """The ids that the engine is fed for the prompt ``text``: with a chat template, one turn of a user or all of
+        a conversation's.
 
         Raises:
-            SettingsError: nothing is left of it: the tokenizer does not fit the task.
+            SettingsError: nothing is left of it, or the template refuses its roles: it does not fit the task.
         """
         if self._chat:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-            )
+            messages = text.messages if isinstance(text, Conversation) else (("user", text),)
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": role, "content": content} for role, content in messages],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            except TemplateError as error:
+                roles = ", ".join(role for role, _ in messages)
+                raise SettingsError(
+                    f"the policy's chat template refuses a prompt of {roles}: {error}"
+                ) from error
         # A chat template spells its special tokens out; plain text gets those the tokenizer always adds.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._chat)
         if not ids:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from policies import EOS, make_groups, make_policy, make_text_policy
 
+from echo2p2p.data.conversation import Conversation
 from echo2p2p.data.episode import is_replayed
 from echo2p2p.data.policy import load_config
 from echo2p2p.data.scoring import TaskScorer
@@ -178,6 +179,20 @@ def test_what_an_environment_says_is_wrapped_as_the_template_wraps_a_user_s_turn
     assert plain.encode_turn("go on", after=letter) == plain.encode_prompt("go on")
     with pytest.raises(SettingsError):
         plain.encode_turn("", after=letter)
+
+
+def test_of_a_conversation_the_template_wraps_every_message(tmp_path):
+    folder = make_text_policy(tmp_path / "policy")
+    (folder / "chat_template.jinja").write_text(CHAT)
+    chat, plain = PolicyTokenizer(folder, chat_template=True), PolicyTokenizer(folder)
+    talk = Conversation([("system", "be brief"), ("user", "go on")])
+    ends = (f"<{role}>{content}" for role, content in talk.messages)
+    spelled = [token for text in ends for token in (*plain.encode_prompt(text), EOS)]
+    assert chat.encode_prompt(talk)[: len(spelled)] == spelled
+    assert plain.encode_prompt(talk) == plain.encode_prompt("be brief\n\ngo on")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
+    with pytest.raises(SettingsError, match="refuses a prompt of system, user: no system here"):
+        PolicyTokenizer(folder, chat_template=True).encode_prompt(talk)
 
 
 def test_a_turn_s_last_letter_takes_nothing_from_what_the_environment_says(tmp_path):
