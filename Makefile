@@ -2,6 +2,7 @@
 PYTHON ?= python3
 STAMP := .venv/.installed
 VLLM_STAMP := .venv-vllm/.installed
+VERIFIERS_STAMP := .venv-verifiers/.installed
 
 .PHONY: demo test
 demo: $(STAMP)
@@ -26,3 +27,12 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 		hypothesis pytest pytest-asyncio pytest-timeout
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
+
+# The verifiers library brings sixty others, so it lives on top of the tests' environment and not in it.
+$(VERIFIERS_STAMP): $(STAMP) pyproject.toml constraints.txt constraints-verifiers.txt
+	$(PYTHON) -m venv .venv-verifiers
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	.venv-verifiers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-verifiers.txt -e '.[verifiers]'
+	touch $(VERIFIERS_STAMP)

@@ -20,6 +20,9 @@ from echo2p2p.errors import SettingsError
 LOCAL_OPTIONS = ("path",)
 """Options that say where this machine keeps something. A pin says what it must be."""
 
+OPTIONS_NAME_CODE = ("verifiers",)
+"""Tasks whose options say what code is run, and what is said to it. A worker must have been told the same."""
+
 
 Options = Mapping[str, str | int | float | bool]
 
@@ -132,6 +135,15 @@ def build(spec: TaskSpec, own: TaskChoice) -> Task:
         raise SettingsError(
             f"the run's task is {spec.name}, code that this worker has not been told to run",
             hint=f"install its package, and set task.name = {spec.name!r} if you trust it",
+        )
+    if spec.name in OPTIONS_NAME_CODE and (
+        own.name != spec.name
+        or dict(own.options) != spec.options
+        or [Stage(stage.start, dict(stage.options)) for stage in own.stages] != spec.stages
+    ):
+        raise SettingsError(
+            f"the run's task {spec.name} runs code that this worker has not been told to run: {spec.options}",
+            hint=f"if you trust it, install it and set task.name = {spec.name!r} and the same task.options",
         )
     if spec.reward and own.reward.rpartition(":")[2] != spec.reward:
         raise SettingsError(

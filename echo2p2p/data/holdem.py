@@ -1,12 +1,13 @@
-"""Task ``holdem``: one hand of No-Limit Texas Hold'em against an opponent that plays by rules; the reward is chips.
+"""Task ``holdem``: one hand of No-Limit Texas Hold'em; the reward is chips.
 
 All samples of a group are dealt the same cards in the same seat, so that the group's mean is the value of the deal
 and what is left of a reward is the play. The reward is the chips won or lost, in big blinds.
 
 Options: ``stack`` (big blinds each), ``opponent`` (caller: never folds or raises; tight: plays what its cards are
-worth; wild: at random), ``turns`` and ``turn_tokens``. Rules and chips are pokerkit's. A turn is ``fold``,
-``check``, ``call``, ``raise N`` (to N chips) or ``all-in``. What is not possible becomes the nearest thing that is;
-what is no move at all checks, or folds where that costs. A hand that the turns do not suffice for is folded.
+worth; wild: at random; policy: the frozen policy of the folder ``path``), ``turns`` and ``turn_tokens``. Rules and
+chips are pokerkit's. A turn is ``fold``, ``check``, ``call``, ``raise N`` (to N chips) or ``all-in``. What is not
+possible becomes the nearest thing that is; what is no move at all checks, or folds where that costs. A hand that the
+turns do not suffice for is folded.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from echo2p2p.data.conversation import Message
 from echo2p2p.data.draw import Dice, draw, option, refuse_unknown
+from echo2p2p.data.holdem_opponents import (
+    BIG_BLIND,
+    POLICY,
+    RANKS,
+    RULES,
+    SUITS,
+    Opponent,
+    Seen,
+    make_opponent,
+)
 from echo2p2p.data.task import TRAIN, register
 from echo2p2p.errors import SettingsError
 
-_BLINDS = (1, 2)
-_RANKS, _SUITS = "23456789TJQKA", "cdhs"
-_CARDS = tuple(rank + suit for rank in _RANKS for suit in _SUITS)
+_BLINDS = (1, BIG_BLIND)
+_CARDS = tuple(rank + suit for rank in RANKS for suit in SUITS)
 _DEALT = 9
 _MAX_MOVES = 512
 _MOVE = re.compile(r"(fold|check|call|raise|bet|all-?in)(?:\s+(?:to\s+)?(\d{1,9}))?", re.IGNORECASE)
-_OPPONENTS = ("caller", "tight", "wild")
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class HoldemTask:
 
     seed: int
     stack: int
-    opponent: str
+    opponent: Opponent
     max_turns: int
     turn_tokens: int
 
@@ -61,17 +71,12 @@ class HoldemTask:
 
     @property
     def pins(self) -> Mapping[str, str]:
-        return {"pokerkit": version("pokerkit")}
+        return {"pokerkit": version("pokerkit"), **self.opponent.pins}
 
     def prompt(self, index: int, split: str = TRAIN) -> str:
         deal = self._deal(index, split)
         hand, said = self._played(index, (), split)
-        seat = "the button" if deal.seat else "the big blind"
-        hole = " ".join(deal.cards[2 * deal.seat : 2 * deal.seat + 2])
-        return (
-            f"No-limit hold'em, two players, blinds 1/2, stacks {2 * self.stack}. You have {hole} on {seat}."
-            f" Answer fold, check, call, raise N or all-in.\n{said}{_ask(hand, deal)}\n"
-        )
+        return f"{_begin(self.stack, deal, deal.seat)}{said}{_ask(hand, deal.seat)}\n"
 
     def answer(self, index: int, split: str = TRAIN) -> str:
         """A move that is always possible; nobody knows the best one."""
@@ -83,7 +88,7 @@ class HoldemTask:
 
     def respond(self, index: int, actions: Sequence[str], split: str = TRAIN) -> str | None:
         hand, said = self._played(index, actions, split)
-        return f"\n{said}{_ask(hand, self._deal(index, split))}\n" if hand.status else None
+        return f"\n{said}{_ask(hand, self._deal(index, split).seat)}\n" if hand.status else None
 
     def episode_reward(self, index: int, actions: Sequence[str], split: str = TRAIN) -> float:
         hand, _ = self._played(index, actions, split)
@@ -105,8 +110,10 @@ class HoldemTask:
         """The hand after ``actions``, and what happened since the last of them."""
         deal = self._deal(index, split)
         hand = _new_hand(2 * self.stack, deal)
-        dice = Dice(f"echo2p2p holdem|{self.seed}|{split}|{index}|{self.opponent}")
+        dice = Dice(f"echo2p2p holdem|{self.seed}|{split}|{index}|{self.opponent.name}")
+        other = 1 - deal.seat
         ahead, said = list(actions), ""
+        heard, talk = "", [("user", _begin(self.stack, deal, other))]
         for _ in range(_MAX_MOVES):
             if not hand.status:
                 break
@@ -118,9 +125,11 @@ class HoldemTask:
                 if not ahead:
                     break
                 said = ""
-                _play(hand, ahead.pop(0))
+                heard += f"Opponent: {_play(hand, ahead.pop(0))}. "
             else:
-                move = _opponent_move(hand, deal, self.opponent, dice)
+                talk = _told(talk, f"{heard}{_ask(hand, other)}\n")
+                move = self.opponent.move(Seen(hand, deal.hole(other), tuple(talk)), dice)
+                heard, talk = "", [*talk, ("assistant", move)]
                 said += f"Opponent: {_play(hand, move)}. "
         return hand, said
 
@@ -174,54 +183,38 @@ def _play(hand: Any, text: str) -> str:
     return "fold"
 
 
-def _ask(hand: Any, deal: Deal) -> str:
-    board = " ".join(repr(card) for card in hand.get_board_cards(0)) or "none"
+def _begin(stack: int, deal: Deal, seat: int) -> str:
+    """What the player in ``seat`` is told first."""
+    place = "the button" if seat else "the big blind"
+    hole = " ".join(deal.cards[2 * seat : 2 * seat + 2])
     return (
-        f"Board {board}. Pot {hand.total_pot_amount}, to call {hand.checking_or_calling_amount}, "
-        f"your stack {hand.stacks[deal.seat]}."
+        f"No-limit hold'em, two players, blinds 1/2, stacks {2 * stack}. You have {hole} on {place}."
+        " Answer fold, check, call, raise N or all-in.\n"
     )
 
 
-def _opponent_move(hand: Any, deal: Deal, opponent: str, dice: Dice) -> str:
-    roll = dice.below(100)
-    if opponent == "caller":
-        return "call"
-    if opponent == "wild":
-        return (
-            "fold" if roll < 15 else "call" if roll < 65 else f"raise {roll - 60}" if roll < 95 else "all-in"
-        )
-    strength = _strength(hand, deal.hole(1 - deal.seat))
-    price = hand.checking_or_calling_amount
-    odds = 100 * price / max(1, hand.total_pot_amount + price)
-    if strength > 75 and roll < 80:
-        return f"raise {3 * max(*hand.bets, _BLINDS[1])}"
-    if price and strength < odds + 10:
-        return "fold"
-    return "call"
+def _told(talk: list[Message], said: str) -> list[Message]:
+    """``talk`` with more of the game's words: a turn of their own behind a move, or the end of the first."""
+    role, content = talk[-1]
+    return [*talk, ("user", f"\n{said}")] if role == "assistant" else [*talk[:-1], (role, content + said)]
 
 
-def _strength(hand: Any, hole: str) -> float:
-    """What two cards, with the board, are worth, from 0 to 100: a rule of thumb."""
-    board = "".join(repr(card) for card in hand.get_board_cards(0))
-    high, low = sorted((_RANKS.index(hole[0]), _RANKS.index(hole[2])), reverse=True)
-    preflop = 3.0 * high + low + (40 if high == low else 0) + (6 if hole[1] == hole[3] else 0)
-    if not board:
-        return min(100.0, preflop + 10)
-    from pokerkit import StandardHighHand
-
-    classes = ["High card", "One pair", "Two pair", "Three of a kind", "Straight", "Flush"]
-    made = StandardHighHand.from_game(hole, board).entry.label.value
-    rank = classes.index(made) if made in classes else len(classes)
-    return min(100.0, preflop / 3 + 22 * rank)
+def _ask(hand: Any, seat: int) -> str:
+    board = " ".join(repr(card) for card in hand.get_board_cards(0)) or "none"
+    return (
+        f"Board {board}. Pot {hand.total_pot_amount}, to call {hand.checking_or_calling_amount}, "
+        f"your stack {hand.stacks[seat]}."
+    )
 
 
 def make_holdem(seed: int, options: Mapping[str, Any]) -> HoldemTask:
     """The task with ``options``.
 
     Raises:
-        SettingsError: an option is unknown or out of bounds, or pokerkit is not installed.
+        SettingsError: an option is unknown or out of bounds, pokerkit is not installed, or the opponent is no usable
+            policy.
     """
-    refuse_unknown("holdem", options, ("stack", "opponent", "turns", "turn_tokens"))
+    refuse_unknown("holdem", options, ("stack", "opponent", "path", "turns", "turn_tokens"))
     try:
         import pokerkit  # noqa: F401 - is it there?
     except ImportError as error:
@@ -231,7 +224,9 @@ def make_holdem(seed: int, options: Mapping[str, Any]) -> HoldemTask:
     return HoldemTask(
         seed=seed,
         stack=option(options, "stack", 20, range(2, 1001)),
-        opponent=option(options, "opponent", "tight", _OPPONENTS),
+        opponent=make_opponent(
+            option(options, "opponent", "tight", (*RULES, POLICY)), str(options.get("path", ""))
+        ),
         max_turns=option(options, "turns", 8, range(2, 65)),
         turn_tokens=option(options, "turn_tokens", 16, range(1, 8193)),
     )

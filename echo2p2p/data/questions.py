@@ -6,6 +6,7 @@ bytes a question, however long it is. Training goes over all questions again and
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import weakref
@@ -17,7 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -53,9 +53,11 @@ class Rows:
 
     def append(self, question: str, answer: str) -> None:
         """Add one. Raises SettingsError if it is too long, or the disk is full."""
-        is_chat = isinstance(question, Conversation)
-        asked = msgspec.json.encode(question.messages) if is_chat else _encoded(question)
-        for part in ((_CONVERSATION if is_chat else _TEXT) + asked, _encoded(answer)):
+        if isinstance(question, Conversation):
+            asked = _CONVERSATION + json.dumps(question.messages).encode()
+        else:
+            asked = _TEXT + _encoded(question)
+        for part in (asked, _encoded(answer)):
             if len(part) > MAX_QUESTION_BYTES:
                 raise SettingsError(f"a question or answer is longer than {MAX_QUESTION_BYTES} bytes")
             try:
@@ -81,8 +83,7 @@ class Rows:
             self._read(middle, end),
         )
         if kind == _CONVERSATION:
-            messages = msgspec.json.decode(asked, type=list[tuple[str, str]])
-            return Conversation(messages), _decoded(answer)
+            return Conversation([(role, content) for role, content in json.loads(asked)]), _decoded(answer)
         return _decoded(asked), _decoded(answer)
 
     def digest(self) -> str:

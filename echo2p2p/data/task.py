@@ -113,7 +113,16 @@ def _import_factory(path: str) -> TaskFactory:
 @cache
 def _load_all() -> None:
     """Import the tasks that come with echo2p2p, and those of installed packages; importing registers them."""
-    for module in ("arithmetic", "dataset", "holdem", "jsonl", "reasoning", "sokoban", "strings"):
+    for module in (
+        "arithmetic",
+        "dataset",
+        "environments",
+        "holdem",
+        "jsonl",
+        "reasoning",
+        "sokoban",
+        "strings",
+    ):
         importlib.import_module(f"echo2p2p.data.{module}")
     for entry_point in entry_points(group=ENTRY_POINTS):
         entry_point.load()

@@ -45,6 +45,16 @@ class PolicyTokenizer:
         self._added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self._chat = chat_template and bool(tokenizer.chat_template)
 
+    @property
+    def chats(self) -> bool:
+        """Whether prompts are wrapped with a chat template."""
+        return self._chat
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of ``text`` as it is, with nothing before or behind it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
     def encode_prompt(self, text: str) -> list[int]:
         """The ids that the engine is fed for the prompt ``text``: with a chat template, one turn of a user or all of
         a conversation's.
@@ -95,7 +105,7 @@ class PolicyTokenizer:
             # Never a piece of plain text: a model that ends its turn with "<" must not take it from what follows.
             if after in self._added:
                 said = said.removeprefix(self._tokenizer.decode([after]))
-        ids: list[int] = self._tokenizer.encode(said, add_special_tokens=False)
+        ids = self.encode_text(said)
         if not ids:
             raise SettingsError(f"the tokenizer makes no tokens of the turn {text[:80]!r}")
         return ids

@@ -67,6 +67,37 @@ def test_another_release_of_the_library_is_refused():
         build(old, TaskSettings())
 
 
+def test_environments_without_their_library_say_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        SettingsError, match=r"needs the library verifiers \(pip install 'echo2p2p\[verifiers\]'\)"
+    ):
+        make_task("verifiers", options={"environment": "wordle"})
+
+
+def test_a_release_of_the_library_without_such_environments_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "." in name else object())
+    with pytest.raises(SettingsError, match=r"needs a release of verifiers before 0\.4"):
+        make_task("verifiers", options={"environment": "wordle"})
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        TaskSettings(),
+        TaskSettings(name="verifiers", options={"environment": "crossword"}),
+        TaskSettings(name="verifiers", options={"environment": "wordle", "words": "/etc/passwd"}),
+        TaskSettings(
+            name="verifiers", options={"environment": "wordle"}, stages=({"start": 8, "options": {}},)
+        ),
+    ],
+)
+def test_a_worker_runs_no_environment_that_it_has_not_been_told_to_run(own):
+    asked = TaskSpec("verifiers", 0, {"environment": "wordle"})
+    with pytest.raises(SettingsError, match="code that this worker has not been told to run"):
+        build(asked, own)
+
+
 @pytest.fixture
 def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
