@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import socket
@@ -84,6 +85,9 @@ class Replays:
             )
         self._seed = seed
         self._rows, members, self._digest = _rows(self._env)
+        for split, numbers in members.items():
+            if not len(numbers):
+                raise Refused(f"it has too few rows for a {split} split")
         self._epochs = Epochs(f"verifiers|{name}|{seed}", members)
         self._runner = asyncio.Runner()
 
@@ -110,8 +114,16 @@ class Replays:
         return str(self._row(split, index).get("answer") or "")
 
     def respond(self, split: str, index: int, actions: Sequence[str]) -> str | None:
-        """What the environment says to the last of ``actions``; None if it is done."""
-        client, _ = self._replay(split, index, actions)
+        """What the environment says to the last of ``actions``; None if it is done.
+
+        One that fails at what the model has said is done too: its reward fails, and the run goes on.
+        """
+        try:
+            client, _ = self._replay(split, index, actions)
+        except Refused:
+            raise
+        except Exception:  # noqa: BLE001 - whatever foreign code raises
+            return None
         if len(client.asked) <= len(actions):
             return None
         known = [*client.asked[-2], ("assistant", actions[-1])]
@@ -256,6 +268,7 @@ def main() -> None:
             said = _answered(lambda: getattr(made[0], method)(*given))  # noqa: B023 - called at once
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.sendall(said)
+    os._exit(0)  # threads that an environment left behind end with it
 
 
 if __name__ == "__main__":

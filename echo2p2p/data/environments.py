@@ -10,7 +10,6 @@ sides need the same release of the library, of the environment, and the same row
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -21,12 +20,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from echo2p2p.data.conversation import Conversation
 from echo2p2p.data.draw import option
 from echo2p2p.data.task import TRAIN, Task, register
 from echo2p2p.errors import RewardFailed, SettingsError
+
+_RELEASES = SpecifierSet(">=0.3,<0.4", prereleases=True)
+"""Later ones have other environments."""
 
 _OWN_OPTIONS = ("environment", "turns", "turn_tokens")
 _CHILD = "echo2p2p.data.environment_child"
@@ -195,13 +201,15 @@ def make_environment(seed: int, options: Mapping[str, Any]) -> Task:
     Raises:
         SettingsError: the library is not installed, or the environment cannot be loaded or driven.
     """
-    if importlib.util.find_spec("verifiers") is None:
+    try:
+        release = version("verifiers")
+    except PackageNotFoundError as error:
         raise SettingsError(
             "the task verifiers needs the library verifiers", hint="pip install 'echo2p2p[verifiers]'"
-        )
-    if importlib.util.find_spec("verifiers.envs") is None:
+        ) from error
+    if Version(release) not in _RELEASES:
         raise SettingsError(
-            "the task verifiers needs a release of verifiers before 0.4, which has other environments",
+            f"the task verifiers needs a release {_RELEASES} of the library, this is {release}",
             hint="pip install 'echo2p2p[verifiers]'",
         )
     name = options.get("environment")

@@ -38,6 +38,8 @@ class Guess(vf.MultiTurnEnv):
 
     async def env_response(self, messages, state, **kwargs):
         guess = messages[-1].content
+        if guess == "crash":
+            raise RuntimeError("that was not foreseen")
         if not guess.isdigit():
             return [{"role": "user", "content": "A digit, please."}]
         if int(guess) == state["number"]:

@@ -91,6 +91,11 @@ if find_spec("verifiers") is not None:
         assert several.respond(0, ["x"]) == "A digit, please."
         assert several.respond(0, ["x"] * 5) is None
 
+    def test_an_environment_that_fails_at_a_turn_ends_the_episode_and_gives_no_reward(several):
+        assert several.respond(2, ["crash"]) is None
+        with pytest.raises(RewardFailed, match="that was not foreseen"):
+            several.episode_reward(2, ["crash"])
+
     def bounds(task, index, played):
         low, high = 0, 9
         for number, guess in enumerate(played):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -68,7 +69,10 @@ def test_another_release_of_the_library_is_refused():
 
 
 def test_environments_without_their_library_say_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("echo2p2p.data.environments.version", missing)
     with pytest.raises(
         SettingsError, match=r"needs the library verifiers \(pip install 'echo2p2p\[verifiers\]'\)"
     ):
@@ -76,8 +80,8 @@ def test_environments_without_their_library_say_what_to_install(monkeypatch):
 
 
 def test_a_release_of_the_library_without_such_environments_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "." in name else object())
-    with pytest.raises(SettingsError, match=r"needs a release of verifiers before 0\.4"):
+    monkeypatch.setattr("echo2p2p.data.environments.version", lambda name: "0.4.0")
+    with pytest.raises(SettingsError, match=r"needs a release <0\.4,>=0\.3 of the library, this is 0\.4\.0"):
         make_task("verifiers", options={"environment": "wordle"})
 
 
