@@ -1,0 +1,101 @@
+"""What the groups of each worker cost the learner to score, and when one has asked for too much. Pure.
+
+What a completion costs to score is its sender's choice where a task evaluates what was written. So a worker may cost
+per sample a few times what it costs for the others, whatever that is, and some seconds beyond it, which come back
+slowly. A group that takes longer is not scored to its end. Where most workers are dear, that is the price of the
+task: then nobody is refused for it, and they take turns as always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from echo2p2p.swarm.identity import PeerId
+
+T = TypeVar("T")
+
+TIMES_USUAL = 4.0
+"""A sample may take so many times what it takes for a worker that is cheaper than three quarters of the others."""
+ALWAYS_ALLOWED_S = 0.05
+"""And so many seconds in any case."""
+BURST_S = 10.0
+"""Seconds that a worker may take beyond that, once."""
+PER_S = 0.05
+"""How many of them come back each second."""
+_NEW_WEIGHT = 0.2
+_MAX_WORKERS = 4096
+
+
+class ScoringCosts:
+    """Who has cost how much."""
+
+    def __init__(self) -> None:
+        self._per_sample: dict[PeerId, float] = {}
+        self._debts: dict[PeerId, tuple[float, float]] = {}
+
+    def wait_s(self, worker: PeerId, now: float) -> float:
+        """Seconds until a group of ``worker`` is looked at again; 0 if one is now."""
+        return max(0.0, self._debt(worker, now) - BURST_S) / PER_S
+
+    def limit_s(self, worker: PeerId, samples: int, now: float) -> float:
+        """What a group of ``worker`` may take; infinite where there is nobody to compare it with."""
+        return samples * self._usual(worker) + max(0.0, BURST_S - self._debt(worker, now))
+
+    def charge(self, worker: PeerId, seconds: float, samples: int, now: float, *, refused: bool) -> None:
+        """A group of ``worker`` took ``seconds``. One that was ``refused`` says nothing of what is usual."""
+        debt = self._debt(worker, now) + max(0.0, seconds - samples * self._usual(worker))
+        _remember(self._debts, worker, (debt, now))
+        if refused:
+            self._per_sample.pop(worker, None)
+            return
+        each = seconds / samples
+        before = self._per_sample.get(worker, each)
+        _remember(self._per_sample, worker, before + _NEW_WEIGHT * (each - before))
+
+    def _debt(self, worker: PeerId, now: float) -> float:
+        debt, since = self._debts.get(worker, (0.0, now))
+        return max(0.0, debt - PER_S * (now - since))
+
+    def _usual(self, worker: PeerId) -> float:
+        others = sorted(each for peer, each in self._per_sample.items() if peer != worker)
+        if not others:
+            return math.inf
+        return max(ALWAYS_ALLOWED_S, TIMES_USUAL * others[(len(others) - 1) // 4])
+
+
+class Check:
+    """One group while it is scored on another thread.
+
+    Attributes:
+        seconds: what it took so far, waiting for the thread apart.
+    """
+
+    def __init__(self, monotonic: Callable[[], float], limit_s: float) -> None:
+        self._monotonic = monotonic
+        self._limit_s = limit_s
+        self._started: float | None = None
+        self._given_up = False
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._started is None else self._monotonic() - self._started
+
+    def is_over(self) -> bool:
+        """Whether to stop here; the first question starts the time."""
+        if self._started is None:
+            self._started = self._monotonic()
+        return self._given_up or self.seconds > self._limit_s
+
+    def give_up(self) -> None:
+        """Nobody waits for the result any more."""
+        self._given_up = True
+
+
+def _remember(memory: dict[PeerId, T], worker: PeerId, what: T) -> None:
+    """Put ``what`` into ``memory`` as the newest of no more than :data:`_MAX_WORKERS`."""
+    memory.pop(worker, None)
+    memory[worker] = what
+    if len(memory) > _MAX_WORKERS:
+        del memory[next(iter(memory))]
