@@ -168,4 +168,4 @@ def _tell(missing: object) -> None:
     shown = ", ".join(map(str, missing))[:200] if isinstance(missing, list) else ""
     if shown and shown not in _told:
         _told.add(shown)
-        log.warning("rewards are less confined on this machine: it has not %s", shown)
+        log.warning("rewards are less confined here, for this machine lacks %s", shown)
