@@ -6,6 +6,9 @@ anything: deadline and confinement are the sandbox's. What is plainly out of bou
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -28,6 +31,18 @@ _NUMBER = re.compile(r"\d+")
 _TOWER = re.compile(r"\d[\s)}\]]*(?:\^|\*\*)")
 _FACTORIAL = re.compile(r"(\d+)?([\s)}\]]*)(!+)")
 _CHOSEN_FROM = re.compile(r"binom\s*\{?\s*(\d+)")
+_EVALUATING = (
+    "algorithmic.binary_matrix",
+    "algorithmic.spiral_matrix",
+    "algorithmic.string_insertion",
+    "games.n_queens",
+)
+"""Modules of reasoning-gym that hand the model's answer to ``eval``."""
+_PARSING = ("games.countdown", "games.puzzle24")
+"""Those that have sympy's ``parse_expr`` under that name, which is ``eval`` behind a few replacements."""
+_NAME = re.compile(r"[^\W\d]\w*")
+_NO_FORMULA = re.compile(r"""['"`_;:@\[\]{}\\]|\.\s*[^\W\d]""")
+_HARMLESS = {"abs", "max", "min", "pow", "round", "sum"}
 _OPENING, _CLOSING = "{([", "})]"
 
 
@@ -121,7 +136,28 @@ def reasoning(
 
 
 def _prepare_reasoning() -> None:
-    import reasoning_gym  # noqa: F401 - it takes seconds
+    """The import, which takes seconds; and no answer is run as Python, or it could score the next ones itself."""
+    import sympy
+
+    parse = sympy.parse_expr
+
+    def parse_formula(answer: str, *arguments: Any, **more: Any) -> Any:
+        if is_code(answer):
+            raise ValueError("not a formula")
+        return parse(answer, *arguments, **more)
+
+    sympy.parse_expr = parse_formula
+    for name, function, stands_in in (
+        *((name, "eval", ast.literal_eval) for name in _EVALUATING),
+        *((name, "parse_expr", parse_formula) for name in _PARSING),
+    ):
+        setattr(importlib.import_module(f"reasoning_gym.{name}"), function, stands_in)
+
+
+def is_code(answer: str) -> bool:
+    """Whether an answer that should be a formula reaches for more: attributes, texts, Python's own functions."""
+    names = set(_NAME.findall(answer)) - _HARMLESS
+    return bool(_NO_FORMULA.search(answer)) or any(hasattr(builtins, name) for name in names)
 
 
 @cache

@@ -7,8 +7,8 @@ Worker and learner need the same release of the library: its generators may chan
 
 The library runs in the sandbox's process alone. To make a question codeio runs snippets that a model wrote; to score
 an answer n_queens, binary_matrix, spiral_matrix and string_insertion evaluate it as Python, and so do countdown,
-puzzle24, polynomial_multiplication, simple_integration and intermediate_integration through sympy. With some
-parameters a question takes for ever: it has :data:`PROMPT_S` seconds.
+puzzle24, polynomial_multiplication, simple_integration and intermediate_integration through sympy: there literals and
+formulas are read and nothing is run. With some parameters a question takes for ever: it has :data:`PROMPT_S` seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCORE_S = 5.0
 """An answer has longer than elsewhere: where its process was ended, its question is made again first."""
 _GRADERS = Path(__file__).with_name("graders.py")
 _ITEMS = 2**31 - 1
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENS, _CLOSES = "<answer>", "</answer>"
 _ASK = "\nPut the final answer, and nothing else, between <answer> and </answer>.\n"
 _KEPT = 4096
 _NAMES_A_FILE = re.compile("file|path|folder|url")
@@ -83,10 +83,9 @@ class ReasoningTask:
         """Raises RewardFailed where the library gives no number in time."""
         given = completion.strip()
         if self._extract == "tags":
-            found = _TAGGED.findall(completion)
-            if not found:
+            given = _tagged(completion)
+            if given is None:
                 return 0.0
-            given = found[-1].strip()
         number = self._item(index, split)[0]
         return self._sandbox.call(self._dataset, self._parameters, 0, number, given)
 
@@ -111,6 +110,13 @@ class ReasoningTask:
     def _made(self, number: int, seconds: float) -> list[str]:
         """Question and answer of an item of the data set."""
         return self._sandbox.ask(self._dataset, self._parameters, 0, number, seconds=max(0.01, seconds))
+
+
+def _tagged(completion: str) -> str | None:
+    """What stands between the last two tags that belong together; in one pass, whatever was written."""
+    head, closed, _ = completion.rpartition(_CLOSES)
+    _, opened, given = head.rpartition(_OPENS)
+    return given.partition(_CLOSES)[0].strip() if opened and closed else None
 
 
 def make_reasoning(seed: int, options: Mapping[str, Any]) -> ReasoningTask:

@@ -96,7 +96,8 @@ class Sandbox:
         """
         process = self._take()
         try:
-            self._start(process)
+            if not process.runs:
+                self._start(process)
         except RewardFailed as error:
             raise SettingsError(
                 f"the function {self.path}:{self.function} cannot be used: {error.message}"
@@ -152,7 +153,7 @@ class Sandbox:
             finally:
                 if not process.runs and not self._closed:
                     # Whoever ended it waits for the next one too, not the caller that comes after.
-                    with suppress(RewardFailed):
+                    with suppress(RewardFailed, SettingsError):
                         self._start(process)
         finally:
             self._idle.put(process)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import threading
@@ -11,9 +10,11 @@ import pytest
 
 from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
+from echo2p2p.data.graders import is_code
+from echo2p2p.data.reasoning import _tagged
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
 from echo2p2p.data.work import Stage, TaskSpec
-from echo2p2p.errors import RewardFailed, SettingsError
+from echo2p2p.errors import SettingsError
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +161,35 @@ def test_a_data_set_that_runs_code_runs_it_in_the_sandbox_alone(monkeypatch):
     assert ran == []
 
 
-def test_an_answer_that_is_code_reaches_nothing(tmp_path):
-    """reasoning-gym evaluates what the model answers to n_queens."""
-    key, out = tmp_path / "identity.key", tmp_path / "out"
-    key.write_text("secret")
-    task = make_task(
-        "reasoning-gym", options={"dataset": "n_queens", "n": 4, "min_remove": 1, "max_remove": 2}
-    )
+QUEENS = {"dataset": "n_queens", "n": 4, "min_remove": 1, "max_remove": 2}
+
+
+@pytest.mark.parametrize("options", [QUEENS, {"dataset": "countdown"}])
+def test_an_answer_that_is_code_is_not_run(options, tmp_path):
+    """It could read and send files, or decide what the answers after it are worth."""
+    out = tmp_path / "out"
+    task = make_task("reasoning-gym", options=options)
     try:
         for code in (
-            f"open({str(out)!r}, 'w').write(open({str(key)!r}).read())",
-            f"__import__('os').system('cat {key} > {out}')",
-            "__import__('os').kill(__import__('os').getppid(), 9)",
+            f"open({str(out)!r}, 'w')",
+            f"__import__('os').system('touch {out}')",
+            "__import__('os').write(4, b'{\"value\": 1.0}\\n')",
+            "__import__('os')._exit(3)",
+            "exit(chr(51))",
         ):
-            with contextlib.suppress(RewardFailed):
-                assert task.reward(0, f"<answer>{code}</answer>") < 1.0
+            assert task.reward(0, f"<answer>{code}</answer>") < 0.1
         assert task.reward(0, task.answer(0)) == 1.0
     finally:
         task.close()
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["(5 + 3)*8 - 2/4", "x**2/2 + log(x) + C", "exp(2*x)*sin(x)", "0.5*x", "Abs(x) + max(1, 2)", "sqrt(2)"],
+)
+def test_a_formula_is_no_code(answer):
+    assert not is_code(answer)
 
 
 def test_an_option_with_which_no_question_ends_is_named_and_no_worker_hangs(monkeypatch):
@@ -220,3 +231,18 @@ def test_a_task_that_raises_on_its_first_prompt_is_refused_at_the_start(monkeypa
     monkeypatch.setattr("echo2p2p.data.chosen.make_task", lambda name, *, seed, options: Broken())
     with pytest.raises(SettingsError, match="cannot make its first prompts: ZeroDivisionError"):
         build(TaskSpec("broken", 0, {}), TaskSettings())
+
+
+@pytest.mark.parametrize(
+    ("completion", "given"),
+    [
+        ("<answer>1</answer> no: <answer> 2 </answer>.", "2"),
+        ("<answer>1</answer> and more</answer>", "1"),
+        ("<answer>1", None),
+        ("1</answer>", None),
+        ("<answer>" * 100_000, None),
+        ("<answer>" * 100_000 + "3</answer>", "3"),
+    ],
+)
+def test_the_last_tags_are_found_in_one_pass(completion, given):
+    assert _tagged(completion) == given
