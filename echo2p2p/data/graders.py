@@ -32,14 +32,14 @@ _TOWER = re.compile(r"\d[\s)}\]]*(?:\^|\*\*)")
 _FACTORIAL = re.compile(r"(\d+)?([\s)}\]]*)(!+)")
 _CHOSEN_FROM = re.compile(r"binom\s*\{?\s*(\d+)")
 _EVALUATING = (
-    "algorithmic.binary_matrix",
-    "algorithmic.spiral_matrix",
-    "algorithmic.string_insertion",
-    "games.n_queens",
+    "reasoning_gym.algorithmic.binary_matrix",
+    "reasoning_gym.algorithmic.spiral_matrix",
+    "reasoning_gym.algorithmic.string_insertion",
+    "reasoning_gym.games.n_queens",
 )
 """Modules of reasoning-gym that hand the model's answer to ``eval``."""
-_PARSING = ("games.countdown", "games.puzzle24")
-"""Those that have sympy's ``parse_expr`` under that name, which is ``eval`` behind a few replacements."""
+_PARSING = ("reasoning_gym.games.countdown", "reasoning_gym.games.puzzle24", "sympy")
+"""Where it finds sympy's ``parse_expr``, which is ``eval`` behind a few replacements."""
 _NAME = re.compile(r"[^\W\d]\w*")
 _NO_FORMULA = re.compile(r"""['"`_;:@\[\]{}\\]|\.\s*[^\W\d]""")
 _HARMLESS = {"abs", "max", "min", "pow", "round", "sum"}
@@ -91,12 +91,12 @@ def is_excessive(expression: str) -> bool:
             of_brackets *= max([1, *numbers])
     if of_brackets > MAX_POWER_OF_BRACKETS:
         return True
-    numbers = _CHOSEN_FROM.findall(expression)
+    taken = _CHOSEN_FROM.findall(expression)
     brackets = 0
     for number, closed, marks in _FACTORIAL.findall(expression):
         brackets += bool(closed.strip()) + len(marks) - 1
-        numbers.append(number)
-    if any(int(number[:9] or 0) > MAX_FACTORIAL for number in numbers):
+        taken.append(number)
+    if any(int(number[:9] or 0) > MAX_FACTORIAL for number in taken):
         return True
     return brackets > 1 or (brackets == 1 and bool(_POWER.search(expression)))
 
@@ -137,8 +137,7 @@ def reasoning(
 
 def _prepare_reasoning() -> None:
     """The import, which takes seconds; and no answer is run as Python, or it could score the next ones itself."""
-    import sympy
-
+    sympy = importlib.import_module("sympy")
     parse = sympy.parse_expr
 
     def parse_formula(answer: str, *arguments: Any, **more: Any) -> Any:
@@ -146,12 +145,11 @@ def _prepare_reasoning() -> None:
             raise ValueError("not a formula")
         return parse(answer, *arguments, **more)
 
-    sympy.parse_expr = parse_formula
     for name, function, stands_in in (
         *((name, "eval", ast.literal_eval) for name in _EVALUATING),
         *((name, "parse_expr", parse_formula) for name in _PARSING),
     ):
-        setattr(importlib.import_module(f"reasoning_gym.{name}"), function, stands_in)
+        setattr(importlib.import_module(name), function, stands_in)
 
 
 def is_code(answer: str) -> bool:

@@ -83,9 +83,10 @@ class ReasoningTask:
         """Raises RewardFailed where the library gives no number in time."""
         given = completion.strip()
         if self._extract == "tags":
-            given = _tagged(completion)
-            if given is None:
+            tagged = _tagged(completion)
+            if tagged is None:
                 return 0.0
+            given = tagged
         number = self._item(index, split)[0]
         return self._sandbox.call(self._dataset, self._parameters, 0, number, given)
 
