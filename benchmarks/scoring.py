@@ -42,7 +42,7 @@ TEXTS = {RIGHT: r"so it is \boxed{\frac{14}{2}}", POISON: r"so it is \boxed{(a+b
 HONEST = 4
 BREATH_S = 0.25
 SETTINGS = LearnerSettings(
-    staleness=4, prompts_per_step=8, samples_per_prompt=16, max_new_tokens=4, lease_s=60
+    staleness=4, prompts_per_step=64, samples_per_prompt=16, max_new_tokens=4, lease_s=60
 )
 
 

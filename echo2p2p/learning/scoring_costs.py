@@ -20,7 +20,7 @@ TIMES_USUAL = 4.0
 """A sample may take so many times what it takes for a worker that is cheaper than three quarters of the others."""
 ALWAYS_ALLOWED_S = 0.05
 """And so many seconds in any case."""
-BURST_S = 10.0
+BURST_S = 5.0
 """Seconds that a worker may take beyond that, once."""
 PER_S = 0.05
 """How many of them come back each second."""
