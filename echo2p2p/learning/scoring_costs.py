@@ -24,6 +24,9 @@ BURST_S = 5.0
 """Seconds that a worker may take beyond that, once."""
 PER_S = 0.05
 """How many of them come back each second."""
+LONGEST_SAMPLE_S = 4.0
+"""No sample counts for more: longer than a sandbox takes to give up and start anew, and less than the seconds above.
+So a machine that stood still for a while makes nobody's groups refused."""
 _NEW_WEIGHT = 0.2
 _MAX_WORKERS = 4096
 
@@ -66,27 +69,26 @@ class ScoringCosts:
 
 
 class Check:
-    """One group while it is scored on another thread.
-
-    Attributes:
-        seconds: what it took so far, waiting for the thread apart.
-    """
+    """One group while it is scored on another thread, sample by sample."""
 
     def __init__(self, monotonic: Callable[[], float], limit_s: float) -> None:
         self._monotonic = monotonic
         self._limit_s = limit_s
-        self._started: float | None = None
+        self._before_s = 0.0
+        self._since: float | None = None
         self._given_up = False
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._started is None else self._monotonic() - self._started
+        """What it took so far, waiting for the thread apart, with no sample counted for more than it may be."""
+        if self._since is None:
+            return 0.0
+        return self._before_s + min(LONGEST_SAMPLE_S, self._monotonic() - self._since)
 
     def is_over(self) -> bool:
-        """Whether to stop here; the first question starts the time."""
-        if self._started is None:
-            self._started = self._monotonic()
-        return self._given_up or self.seconds > self._limit_s
+        """Whether to stop here, before the next sample."""
+        self._before_s, self._since = self.seconds, self._monotonic()
+        return self._given_up or self._before_s > self._limit_s
 
     def give_up(self) -> None:
         """Nobody waits for the result any more."""

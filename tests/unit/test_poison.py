@@ -127,11 +127,23 @@ def test_a_check_ends_at_its_limit_or_when_nobody_waits_for_it():
     assert check.seconds == 0
     assert not check.is_over()
     now = 6.5
+    assert check.seconds == 1.5
     assert check.is_over()
     other = Check(lambda: now, 10.0)
     assert not other.is_over()
     other.give_up()
     assert other.is_over()
+
+
+def test_a_learner_that_stood_still_blames_nobody_for_it():
+    now, costs = 0.0, ScoringCosts()
+    costs.charge("other", 0.01, 16, now, refused=False)
+    check = Check(lambda: now, costs.limit_s("honest", 16, now))
+    assert not check.is_over()
+    now = 165.0
+    assert not check.is_over()
+    costs.charge("honest", check.seconds, 16, now, refused=False)
+    assert costs.wait_s("honest", now) == 0
 
 
 class Poisoned(ModelledScorer):
