@@ -9,12 +9,10 @@ task: then nobody is refused for it, and they take turns as always.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import TypeVar
 
 from echo2p2p.swarm.identity import PeerId
-
-T = TypeVar("T")
 
 TIMES_USUAL = 4.0
 """A sample may take so many times what it takes for a worker that is cheaper than three quarters of the others."""
@@ -36,6 +34,7 @@ class ScoringCosts:
 
     def __init__(self) -> None:
         self._per_sample: dict[PeerId, float] = {}
+        self._sorted: list[float] = []
         self._debts: dict[PeerId, tuple[float, float]] = {}
 
     def wait_s(self, worker: PeerId, now: float) -> float:
@@ -49,23 +48,41 @@ class ScoringCosts:
     def charge(self, worker: PeerId, seconds: float, samples: int, now: float, *, refused: bool) -> None:
         """A group of ``worker`` took ``seconds``. One that was ``refused`` says nothing of what is usual."""
         debt = self._debt(worker, now) + max(0.0, seconds - samples * self._usual(worker))
-        _remember(self._debts, worker, (debt, now))
+        self._debts.pop(worker, None)
+        self._debts[worker] = (debt, now)
+        if len(self._debts) > _MAX_WORKERS:
+            del self._debts[next(iter(self._debts))]
         if refused:
-            self._per_sample.pop(worker, None)
+            self._set(worker, None)
             return
         each = seconds / samples
         before = self._per_sample.get(worker, each)
-        _remember(self._per_sample, worker, before + _NEW_WEIGHT * (each - before))
+        self._set(worker, before + _NEW_WEIGHT * (each - before))
 
     def _debt(self, worker: PeerId, now: float) -> float:
         debt, since = self._debts.get(worker, (0.0, now))
         return max(0.0, debt - PER_S * (now - since))
 
     def _usual(self, worker: PeerId) -> float:
-        others = sorted(each for peer, each in self._per_sample.items() if peer != worker)
+        own = self._per_sample.get(worker)
+        others = len(self._sorted) - (own is not None)
         if not others:
             return math.inf
-        return max(ALWAYS_ALLOWED_S, TIMES_USUAL * others[(len(others) - 1) // 4])
+        at = (others - 1) // 4
+        if own is not None and bisect_left(self._sorted, own) <= at:
+            at += 1  # its own is among the cheaper ones, and does not count
+        return max(ALWAYS_ALLOWED_S, TIMES_USUAL * self._sorted[at])
+
+    def _set(self, worker: PeerId, each: float | None) -> None:
+        """``worker`` costs ``each`` a sample; None: nobody knows."""
+        before = self._per_sample.pop(worker, None)
+        if before is not None:
+            del self._sorted[bisect_left(self._sorted, before)]
+        if each is not None:
+            self._per_sample[worker] = each
+            insort(self._sorted, each)
+            if len(self._per_sample) > _MAX_WORKERS:
+                self._set(next(iter(self._per_sample)), None)
 
 
 class Check:
@@ -93,11 +110,3 @@ class Check:
     def give_up(self) -> None:
         """Nobody waits for the result any more."""
         self._given_up = True
-
-
-def _remember(memory: dict[PeerId, T], worker: PeerId, what: T) -> None:
-    """Put ``what`` into ``memory`` as the newest of no more than :data:`_MAX_WORKERS`."""
-    memory.pop(worker, None)
-    memory[worker] = what
-    if len(memory) > _MAX_WORKERS:
-        del memory[next(iter(memory))]
