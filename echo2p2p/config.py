@@ -75,6 +75,9 @@ class TaskSettings(Section):
     )
     reward_timeout_s: Positive = Field(10, description="a reward of one's own may take so many seconds")
     reward_memory_gib: Positive = Field(2, description="and so much address space")
+    reward_reads: tuple[Path, ...] = Field(
+        (), description="files and folders that it may read, besides its own file and installed packages"
+    )
     chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
 
 

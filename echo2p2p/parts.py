@@ -189,12 +189,12 @@ def make_engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | No
 
 
 def _scorer(folder: Path, task: Task, spec: TaskSpec) -> TaskScorer:
-    from echo2p2p.data.policy import load_config
+    from echo2p2p.data.policy import eos_token_ids, load_config
     from echo2p2p.data.scoring import TaskScorer
     from echo2p2p.data.tokens import PolicyTokenizer
 
     tokenizer = PolicyTokenizer(folder, chat_template=spec.chat_template)
-    return TaskScorer(task, tokenizer, int(load_config(folder).vocab_size))
+    return TaskScorer(task, tokenizer, int(load_config(folder).vocab_size), stop_tokens=eos_token_ids(folder))
 
 
 def read_assets(folder: Path, adapter: AdapterSpec | None) -> dict[str, bytes]:

@@ -6,19 +6,24 @@ file that only the learner names; nothing is rolled out where the two hold diffe
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from echo2p2p.data.curriculum import staged
 from echo2p2p.data.sandbox import Sandbox, SandboxLimits
-from echo2p2p.data.task import TRAIN, Task, TurnTask, make_task
+from echo2p2p.data.task import HELD_OUT, TRAIN, Task, TurnTask, make_task
 from echo2p2p.data.work import Stage, TaskSpec
-from echo2p2p.errors import SettingsError
+from echo2p2p.errors import Echo2p2pError, SettingsError
 
 LOCAL_OPTIONS = ("path",)
 """Options that say where this machine keeps something. A pin says what it must be."""
+BUILD_S = 300.0
+"""A task may take so long until its first prompts are there; files of a gigabyte take minutes."""
 
 OPTIONS_NAME_CODE = ("verifiers",)
 """Tasks whose options say what code is run, and what is said to it. A worker must have been told the same."""
@@ -53,6 +58,8 @@ class TaskChoice(Protocol):
     def reward_timeout_s(self) -> float: ...
     @property
     def reward_memory_gib(self) -> float: ...
+    @property
+    def reward_reads(self) -> Sequence[Path]: ...
     @property
     def chat_template(self) -> bool: ...
 
@@ -189,7 +196,7 @@ def close(task: Task) -> None:
 def _make(spec: TaskSpec, local: Options, own: TaskChoice, reward: str) -> Task:
     """``local`` takes the place of the run's options."""
     made = [
-        make_task(spec.name, seed=spec.seed, options={**spec.options, **stage.options, **local})
+        _make_in_time(spec.name, spec.seed, {**spec.options, **stage.options, **local})
         for stage in (Stage(0, {}), *spec.stages)
     ]
     task = staged([0, *(stage.start for stage in spec.stages)], made) if spec.stages else made[0]
@@ -197,10 +204,49 @@ def _make(spec: TaskSpec, local: Options, own: TaskChoice, reward: str) -> Task:
         return task
     sandbox = Sandbox(
         reward,
-        SandboxLimits(call_s=own.reward_timeout_s, memory_bytes=int(own.reward_memory_gib * 2**30)),
+        SandboxLimits(
+            call_s=own.reward_timeout_s,
+            memory_bytes=int(own.reward_memory_gib * 2**30),
+            readable=tuple(str(path.resolve()) for path in own.reward_reads),
+        ),
     )
     sandbox.start()
     return _RewardedTurnTask(task, sandbox) if isinstance(task, TurnTask) else RewardedTask(task, sandbox)
+
+
+def _make_in_time(name: str, seed: int, options: Options) -> Task:
+    """A task with its first prompts made.
+
+    A thread cannot be ended: one that hangs in a task is left behind, and ends with the process.
+
+    Raises:
+        SettingsError: as the task does, or it was not ready within :data:`BUILD_S`.
+    """
+    outcome: queue.SimpleQueue[Task | Exception] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            task = make_task(name, seed=seed, options=options)
+            for split in (TRAIN, HELD_OUT):
+                task.prompt(0, split)
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            outcome.put(error)
+        else:
+            outcome.put(task)
+
+    threading.Thread(target=make, daemon=True, name="task").start()
+    try:
+        made = outcome.get(timeout=BUILD_S)
+    except queue.Empty:
+        shown = ", ".join(f"{option} = {value!r}" for option, value in options.items()) or "its defaults"
+        raise SettingsError(
+            f"the task {name} was not ready within {BUILD_S:g} s with {shown}", hint="use smaller values"
+        ) from None
+    if isinstance(made, Echo2p2pError):
+        raise made
+    if isinstance(made, Exception):
+        raise SettingsError(f"the task {name} cannot make its first prompts: {made!r}") from made
+    return made
 
 
 def _shown(pin: str | None) -> str:

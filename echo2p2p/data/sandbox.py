@@ -1,23 +1,18 @@
-"""Rewards that are anybody's code, in a process of their own with limits on time and memory.
+"""Functions that are anybody's code, in processes of their own with limits on time, memory and what they reach.
 
-Guarantees: a call returns a finite number or raises :class:`RewardFailed` within its deadline, whatever the function
-does; the process is reused between calls, started again after it died or was ended, and gone after :meth:`close` as
-well as after the death of this process. Safe to call from any thread; calls are made one at a time.
+Guarantees: a call returns a finite number (or a text) or raises :class:`RewardFailed` within its deadline, whatever
+the function does; the processes are used again, started again after they died or were ended, and gone after
+:meth:`close` as well as after the death of this process, with all that they started. Safe to call from any thread: as
+many calls go on at a time as there are processes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import queue
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,37 +20,41 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from echo2p2p.data.sandbox_process import Confinement, SandboxProcess
 from echo2p2p.errors import RewardFailed, SettingsError
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_MAX_ANSWER_BYTES = 2**16
 _MAX_FILE_BYTES = 2**20
-_GRACE_S = 1.0
-_LAST_BREATH_S = 0.05  # its end of the socket goes a moment before the process does
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG")
+_MARGIN_S = 60.0
+
+Argument = str | int | float
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a reward may take.
+    """What a function may take.
 
     Attributes:
         call_s: seconds a call.
         start_s: seconds until its module is imported.
-        memory_bytes: address space of its process.
+        memory_bytes: address space of each of its processes.
+        processes: calls at a time; a process is started when it is first needed.
+        readable: files and folders that it may read besides its own file, the interpreter and its packages.
     """
 
-    call_s: float = 10.0
+    call_s: float = 2.0
     start_s: float = 60.0
     memory_bytes: int = 2 * 2**30
+    processes: int = 3
+    readable: tuple[str, ...] = ()
 
 
 class Sandbox:
-    """One function in a process of its own.
+    """One function in processes of its own.
 
     Args:
         target: ``path.py:function``. The file stands for itself: it may import installed packages, and no neighbours.
-            The function takes what :meth:`call` is given (texts and numbers) and returns a number.
+            The function takes what :meth:`call` is given (texts and numbers) and returns a number, or a list of
+            texts for :meth:`ask`.
     """
 
     def __init__(self, target: str, limits: SandboxLimits | None = None) -> None:
@@ -68,13 +67,21 @@ class Sandbox:
         self.function = name
         self._digest = file_digest(self.path)
         self._limits = limits or SandboxLimits()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
         self._closed = False
         # Libraries make folders for their caches; without a home of its own they would make them anywhere.
         self._home = tempfile.mkdtemp(prefix="echo2p2p-reward-")
         self._remove_home = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
+        confinement = Confinement(
+            f"{self.path.resolve()}:{name}",
+            self._home,
+            self._limits.memory_bytes,
+            self._limits.readable,
+            self._limits.start_s,
+        )
+        self._processes = [SandboxProcess(confinement) for _ in range(self._limits.processes)]
+        self._idle: queue.LifoQueue[SandboxProcess] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
 
     @property
     def digest(self) -> str:
@@ -82,127 +89,98 @@ class Sandbox:
         return self._digest
 
     def start(self) -> None:
-        """Start the process now rather than at the first call.
+        """Start a process now rather than at the first call.
 
         Raises:
             SettingsError: the file cannot be imported or has no such function.
         """
-        with self._lock:
-            try:
-                self._start()
-            except RewardFailed as error:
-                self._end()
-                raise SettingsError(
-                    f"the reward {self.path}:{self.function} cannot be used: {error.message}"
-                ) from error
+        process = self._take()
+        try:
+            if not process.runs:
+                self._start(process)
+        except RewardFailed as error:
+            raise SettingsError(
+                f"the function {self.path}:{self.function} cannot be used: {error.message}"
+            ) from error
+        finally:
+            self._idle.put(process)
 
-    def call(self, *arguments: str | int | float) -> float:
-        """The function's value for ``arguments``.
+    def call(self, *arguments: Argument) -> float:
+        """The function's number for ``arguments``.
 
         Raises:
             RewardFailed: it raised, took too long, died, or returned no finite number.
         """
-        line = json.dumps(arguments).encode() + b"\n"
-        with self._lock:
-            if self._closed:
-                raise RewardFailed("the reward's process is closed")
-            if self._process is None:
-                self._start()
-            said = self._exchange(line, self._limits.call_s)
-        value = said.get("value")
-        if "error" in said:
-            raise RewardFailed(f"{self.function} raised {said['error']}")
+        value = self._value(arguments, self._limits.call_s)
         try:
             number = float(value) if isinstance(value, int | float) else math.nan
-        except OverflowError:  # an integer, from a reward that writes to the socket itself
+        except OverflowError:  # an integer, from a function that writes to the socket itself
             number = math.inf
         if not math.isfinite(number):
             raise RewardFailed(f"{self.function} returned no finite number but {value!r:.80}")
         return number
 
+    def ask(self, *arguments: Argument, seconds: float) -> list[str]:
+        """The function's list of texts for ``arguments``; it may take ``seconds``.
+
+        Raises:
+            RewardFailed: it raised, took too long, died, or returned something else.
+        """
+        value = self._value(arguments, seconds)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise RewardFailed(f"{self.function} returned no texts but {value!r:.80}")
+        return value
+
     def close(self) -> None:
-        """End the process, also in the middle of a call. No call works afterwards."""
+        """End the processes, also in the middle of a call. No call works afterwards."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            _kill(process)  # outside the lock: a call in progress holds it, and fails now
-        with self._lock:
-            self._end()
+        for process in self._processes:
+            process.stop()  # a call in progress fails now, and gives its process back
+        ended = [self._take_back() for _ in self._processes]
+        for process in ended:
+            process.end()
+            self._idle.put(process)
         self._remove_home()
 
-    def _start(self) -> None:
+    def _value(self, arguments: tuple[Argument, ...], seconds: float) -> object:
+        line = json.dumps(arguments).encode() + b"\n"
+        process = self._take()
+        try:
+            if not process.runs:
+                self._start(process)
+            try:
+                said = process.exchange(line, seconds)
+            finally:
+                if not process.runs and not self._closed:
+                    # Whoever ended it waits for the next one too, not the caller that comes after.
+                    with suppress(RewardFailed, SettingsError):
+                        self._start(process)
+        finally:
+            self._idle.put(process)
+        if "error" in said:
+            raise RewardFailed(f"{self.function} raised {said['error']}")
+        return said.get("value")
+
+    def _start(self, process: SandboxProcess) -> None:
         if file_digest(self.path) != self._digest:
             raise RewardFailed(f"{self.path} has changed since this run began")
-        ours, theirs = socket.socketpair()
-        limits = self._limits
-        arguments = (theirs.fileno(), f"{self.path.resolve()}:{self.function}", limits.memory_bytes)
-        times = (limits.start_s + _GRACE_S, limits.call_s + _GRACE_S)
-        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        with theirs:
-            self._channel = ours
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_CHILD), *map(str, (*arguments, *times))],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={
-                    **environment,
-                    "HOME": self._home,
-                    "TMPDIR": self._home,
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },
-                cwd="/",
-                start_new_session=True,
-            )
-        said = self._exchange(b"", limits.start_s)
-        if "error" in said:
-            self._end()
-            raise RewardFailed(str(said["error"]))
+        process.start()
 
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, object]:
-        """Send ``line`` and read one answer; a process that does not answer in time is ended."""
-        assert self._channel is not None
-        deadline = time.monotonic() + seconds
-        received = b""
+    def _take(self) -> SandboxProcess:
+        """A process that nobody uses; the one that was used last, for it is warm."""
+        process = self._take_back()
+        if self._closed:
+            self._idle.put(process)
+            raise RewardFailed("the reward's process is closed")
+        return process
+
+    def _take_back(self) -> SandboxProcess:
+        # Each call has a deadline, and starts at most twice.
+        longest_s = _MARGIN_S + self._limits.processes * (self._limits.call_s + 2 * self._limits.start_s)
         try:
-            self._channel.settimeout(seconds)
-            self._channel.sendall(line)
-            while not received.endswith(b"\n"):
-                self._channel.settimeout(max(0.001, deadline - time.monotonic()))
-                part = self._channel.recv(_MAX_ANSWER_BYTES)
-                received += part
-                if not part or len(received) > _MAX_ANSWER_BYTES:
-                    raise RewardFailed(self._died())
-            answer = json.loads(received)
-        except TimeoutError as error:
-            self._end()
-            raise RewardFailed(f"{self.function} did not answer within {seconds:g} s") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise RewardFailed(self._died()) from error
-        if not isinstance(answer, dict):
-            raise RewardFailed(self._died())
-        return answer
-
-    def _died(self) -> str:
-        code = self._end()
-        cause = (
-            f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        )
-        return f"the process of {self.function} ended ({cause})"
-
-    def _end(self) -> int | None:
-        """End the process with all that it has started; the code that it left with."""
-        process, channel, self._process, self._channel = self._process, self._channel, None, None
-        if channel is not None:
-            channel.close()
-        if process is None:
-            return None
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_BREATH_S)
-        _kill(process)
-        return process.wait(_GRACE_S)
+            return self._idle.get(timeout=longest_s)
+        except queue.Empty:
+            raise RewardFailed(f"no process of {self.function} was free within {longest_s:g} s") from None
 
 
 def file_digest(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> str:
@@ -220,8 +198,3 @@ def file_digest(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> str:
                 raise SettingsError(f"{path} is larger than {max_bytes} bytes")
             hasher.update(block)
     return hasher.hexdigest()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

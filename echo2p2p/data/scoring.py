@@ -24,10 +24,12 @@ class Scorer(Protocol):
     Attributes:
         max_turns: turns of the model in an episode.
         turn_tokens: tokens in one of them; of no account if there is only one.
+        stop_tokens: ids that end a turn, as the engines know them; without any nobody can say where one ends.
     """
 
     max_turns: int = 1
     turn_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
 
     @property
     def vocab_size(self) -> int:
@@ -65,13 +67,22 @@ class TaskScorer(Scorer):
 
     Args:
         vocab_size: rows of the policy's embedding; may be more than the tokenizer knows.
+        stop_tokens: ids that end a turn.
     """
 
-    def __init__(self, task: Task, tokenizer: PolicyTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PolicyTokenizer,
+        vocab_size: int,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
         self._task = task
         self._turns = task if isinstance(task, TurnTask) else None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self.stop_tokens = stop_tokens
         if self._turns is not None:
             self.max_turns, self.turn_tokens = self._turns.max_turns, self._turns.turn_tokens
 

@@ -7,7 +7,7 @@ that a worker claims about its own work is believed where it can be computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
 import msgspec
@@ -38,10 +38,12 @@ class Refusal(StrEnum):
     LENGTH = "longer than allowed"
     LOGPROBS = "log-probabilities implausible"
     TURNS = "turns are not those of the task's environment"
+    ENDING = "does not end where it says that it does"
     REWARD = "reward does not match its recomputation"
     UNPROVEN = "of a version that the sender has not proved to hold"
     OUTDATED = "of an older version than its lease asked for"
     TASK = "the task could not score it"
+    COSTLY = "takes longer to score than its sender may ask for"
     FULL = "replay buffer full"
 
 
@@ -76,8 +78,18 @@ def check_claim(
     return None
 
 
-def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_tokens: int) -> Group | Refusal:
+def check_contents(
+    group: Group,
+    *,
+    scorer: Scorer,
+    n_samples: int,
+    max_new_tokens: int,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Group | Refusal:
     """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop.
+
+    Args:
+        is_over: asked before each sample is scored; True ends it.
 
     Returns:
         The group with its rewards as recomputed (a tolerance must not become an advantage), or why not.
@@ -97,6 +109,11 @@ def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_toke
                 return Refusal.LOGPROBS
             if not is_replayed(sample, scorer, group.index, budget=max_new_tokens):
                 return Refusal.TURNS
+            if not ends_as_said(sample, scorer, max_new_tokens=max_new_tokens):
+                return Refusal.ENDING
+        for sample in group.samples:
+            if is_over():
+                return Refusal.COSTLY
             reward, failed = score_sample(sample, scorer, group.index)
             # Written so that a NaN is refused: no comparison with one is true. Where the reward cannot be computed on
             # one of the two machines, nobody has lied: the learner's word counts.
@@ -106,6 +123,24 @@ def check_contents(group: Group, *, scorer: Scorer, n_samples: int, max_new_toke
     except TaskError:
         return Refusal.TASK
     return msgspec.structs.replace(group, samples=samples)
+
+
+def ends_as_said(sample: Trajectory, scorer: Scorer, *, max_new_tokens: int) -> bool:
+    """Whether each turn of the model ends with its first stop token, or else is as long as a turn may be.
+
+    A worker could otherwise cut a completion off where its reward is best, or go on after the model had ended it.
+    """
+    if not scorer.stop_tokens:
+        return True
+    limit = max_new_tokens if scorer.max_turns == 1 else min(scorer.turn_tokens, max_new_tokens)
+    stopped = True
+    for start, end in sample.spans()[::2]:
+        tokens = sample.completion[start:end]
+        stopped = tokens[-1] in scorer.stop_tokens
+        if not scorer.stop_tokens.isdisjoint(tokens[:-1]) or not (stopped or len(tokens) == limit):
+            return False
+    # Which of the two is said where both are so is the engine's choice.
+    return stopped if sample.finish == "stop" else end - start == limit
 
 
 def plausible_logprobs(sample: Trajectory) -> bool:

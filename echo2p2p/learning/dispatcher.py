@@ -24,12 +24,14 @@ from echo2p2p.learning.admission import Refusal, check_claim, check_contents
 from echo2p2p.learning.journal import Contents, Journal
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.replay import Entry, ReplayBuffer
+from echo2p2p.learning.scoring_costs import Check, ScoringCosts
 from echo2p2p.learning.sessions import Session
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 
-CHECKED_AT_ONCE = 2
-"""Groups whose contents are checked: rewards may take seconds, and the threads they wait in are others' as well."""
+CHECKED_AT_ONCE = 3
+"""Groups whose contents are checked: rewards may take seconds, and the threads they wait in are others' as well. A
+sandbox has as many processes."""
 MIN_OUTSTANDING_GROUPS = 2
 """A worker always has the next group while it generates one: otherwise each round trip is idle time."""
 BYTES_PER_TOKEN = 12
@@ -98,6 +100,7 @@ class Dispatcher:
         self._drawn: list[Entry] = []
         self._decliners: dict[int, set[str]] = {}
         self._checks = asyncio.Semaphore(CHECKED_AT_ONCE)
+        self._costs = ScoringCosts()
         self.version = 0
         self._published = self._published_before = -1
         self.t_train_s = t_train_s
@@ -255,17 +258,10 @@ class Dispatcher:
                 staleness=self._settings.staleness,
             )
 
-        refusal = claim()
+        refusal = claim() or self._too_dear(session)
         if refusal is None:
             async with self._checks:
-                verified = await self._clock.offload(
-                    lambda: check_contents(
-                        group,
-                        scorer=self._scorer,
-                        n_samples=self._settings.samples_per_prompt,
-                        max_new_tokens=self._settings.max_new_tokens,
-                    )
-                )
+                verified = await self._checked(session, group)
             # The lease may have run out, and the learner moved on, while the contents were checked.
             refusal = verified if isinstance(verified, Refusal) else claim()
             if refusal is None and isinstance(verified, Group):
@@ -296,6 +292,37 @@ class Dispatcher:
             mean_tokens=self.mean_tokens,
         )
         session.tell(Verdict(submit.lease, group.index, refusal.value if refusal else ""))
+
+    def _too_dear(self, session: Session) -> Refusal | None:
+        """Whether its groups have lately cost too much to look at one now; then it is leased no more for a while."""
+        now = self._clock.monotonic()
+        wait_s = self._costs.wait_s(session.peer, now)
+        if not wait_s:
+            return None
+        session.pause(now, min(wait_s, self._settings.lease_s))
+        return Refusal.COSTLY
+
+    async def _checked(self, session: Session, group: Group) -> Group | Refusal:
+        """What comes of checking ``group``; what that costs is its sender's account."""
+        samples = len(group.samples)
+        limit_s = self._costs.limit_s(session.peer, samples, self._clock.monotonic())
+        check = Check(self._clock.monotonic, limit_s)
+        verified: Group | Refusal = Refusal.COSTLY
+        try:
+            verified = await self._clock.offload(
+                lambda: check_contents(
+                    group,
+                    scorer=self._scorer,
+                    n_samples=self._settings.samples_per_prompt,
+                    max_new_tokens=self._settings.max_new_tokens,
+                    is_over=check.is_over,
+                )
+            )
+        finally:
+            check.give_up()  # a session that ends leaves its thread at the next sample
+            refused = isinstance(verified, Refusal)
+            self._costs.charge(session.peer, check.seconds, samples, self._clock.monotonic(), refused=refused)
+        return verified
 
     def _note_length(self, tokens: float) -> None:
         """All count alike at first: the setting that it starts from is a limit, often far off."""

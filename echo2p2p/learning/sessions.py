@@ -67,7 +67,7 @@ class Session:
         arriving: it is paid, and nothing has come of that yet, good or bad.
         assumed_mu: what it is taken to deliver while it has announced nothing and delivered nothing.
         usually_kept: the part of an announced speed that workers deliver, as far as is known.
-        not_before: no lease before this (monotonic seconds): it handed some back.
+        not_before: no lease before this (monotonic seconds): it handed some back, or cost too much to score.
         accepted, refused: groups so far.
         turnaround: from lease to delivery of a group, in seconds.
         work: what it generates at once.
@@ -192,6 +192,10 @@ class Session:
         pause_s = min(longest_pause_s, DECLINE_PAUSE_S * 2 ** min(self._declined - 1, 16))
         self.not_before = now + pause_s
         self.failed(now, lost_s=pause_s, mean_tokens=mean_tokens)
+
+    def pause(self, now: float, seconds: float) -> None:
+        """No lease for ``seconds`` from ``now`` on."""
+        self.not_before = max(self.not_before, now + seconds)
 
     def mu(self, mean_tokens: float) -> float:
         """Rollouts a second: as measured, or as announced until something has been."""

@@ -255,9 +255,10 @@ class WeightPublisher:
         )
         if not suspects and not changed:
             return
-        places = tuple(sorted(members.index(peer) for peer in suspects))[:MAX_WANTS]
+        left_out = set(suspects)
+        places = tuple(at for at, peer in enumerate(members) if peer in left_out)[:MAX_WANTS]
         self._serial += 1
-        others = [member for member in newest.manifest.members if member.peer not in suspects]
+        others = [member for member in newest.manifest.members if member.peer not in left_out]
         serial = self._serial
         trees, patch_trees = await self._clock.offload(lambda: self._tree_counts(newest.manifest, others))
         told = Suspects(newest.digest, serial, places, trees, patch_trees)

@@ -10,6 +10,7 @@ and are reported too; so whoever has reported a source itself is excused, once i
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
@@ -42,6 +43,7 @@ class Suspicion:
 
     def lied(self, accuser: PeerId, named: Iterable[PeerId], members: Collection[PeerId]) -> bool:
         """``accuser`` was sent wrong bytes by ``named``; whether that is news. Only ``members`` count."""
+        members = frozenset(members)
         if accuser not in members:
             return False
         known = tuple(peer for peer in self._lied.get(accuser, ()) if peer in members)
@@ -74,31 +76,18 @@ class Suspicion:
             for peer in named
             if accuser in present and peer in present
         }
-        found: list[PeerId] = []
-        reports = heard
-        while reports:
-            named_by: dict[PeerId, set[PeerId]] = defaultdict(set)
-            at_odds: dict[PeerId, set[PeerId]] = defaultdict(set)
-            for accuser, peer in reports:
-                named_by[peer].add(accuser)
-                at_odds[peer].add(accuser)
-                at_odds[accuser].add(peer)
-            weights = {
-                peer: (max(len(named_by[peer]), len(others) - 1), len(named_by[peer]), len(others))
-                for peer, others in at_odds.items()
-            }
-            heaviest = max(weights.values())
-            found += sorted(peer for peer, weight in weights.items() if weight == heaviest)
-            reports = {(accuser, peer) for accuser, peer in reports if not {accuser, peer} & set(found)}
+        most = len(members) // 3
+        found = _explaining(heard, most)
+        known = set(found)
         words = Counter(accuser for accuser, _ in heard)
         found += sorted(
             {
                 peer
                 for accuser, peer in heard
-                if peer not in found and (peer, accuser) not in heard and words[accuser] <= _BELIEVED
+                if peer not in known and (peer, accuser) not in heard and words[accuser] <= _BELIEVED
             }
         )
-        return found[: len(members) // 3]
+        return found[:most]
 
     def leaves(self, members: Sequence[PeerId], version: int) -> list[PeerId]:
         """The ``members`` that should forward nothing of the next ``version``: suspects, and slow ones that rest."""
@@ -128,6 +117,47 @@ class Suspicion:
                 _remember(self._rests, peer, (self._turn + rest, rest))
         for peer in [peer for peer, turn in self._excused.items() if turn + REST_VERSIONS <= self._turn]:
             del self._excused[peer]
+
+
+def _explaining(reports: Collection[tuple[PeerId, PeerId]], most: int) -> list[PeerId]:
+    """Who stands out among the reports (accuser, named), then among those that this leaves, until ``most`` are found.
+
+    The time goes with the number of reports: each is looked at once and taken away once.
+    """
+    named_by: dict[PeerId, set[PeerId]] = defaultdict(set)
+    at_odds: dict[PeerId, set[PeerId]] = defaultdict(set)
+    for accuser, peer in reports:
+        named_by[peer].add(accuser)
+        at_odds[peer].add(accuser)
+        at_odds[accuser].add(peer)
+
+    def weight(peer: PeerId) -> tuple[int, int, int]:
+        accusers, others = len(named_by[peer]), len(at_odds[peer])
+        return -max(accusers, others - 1), -accusers, -others
+
+    heap = [(weight(peer), peer) for peer in at_odds]
+    heapq.heapify(heap)
+    found: list[PeerId] = []
+    while heap and len(found) < most:
+        heaviest = heap[0][0]
+        # Weights only go down: what does not hold any more was put in again when it changed.
+        alike: dict[PeerId, None] = {}
+        while heap and heap[0][0] == heaviest:
+            peer = heapq.heappop(heap)[1]
+            if at_odds[peer] and weight(peer) == heaviest:
+                alike[peer] = None
+        found += alike
+        relieved = set()
+        for peer in alike:
+            for other in at_odds[peer]:
+                at_odds[other].discard(peer)
+                named_by[other].discard(peer)
+                relieved.add(other)
+            at_odds[peer] = set()
+        for peer in relieved:
+            if at_odds[peer]:
+                heapq.heappush(heap, (weight(peer), peer))
+    return found
 
 
 def _remember(memory: dict[PeerId, T], peer: PeerId, what: T) -> None:

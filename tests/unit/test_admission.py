@@ -7,7 +7,7 @@ import pytest
 
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.errors import ProtocolError, TaskError
-from echo2p2p.learning.admission import Refusal, check_claim, check_contents
+from echo2p2p.learning.admission import Refusal, check_claim, check_contents, ends_as_said
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.simulation.engine import ModelledScorer
 from echo2p2p.swarm.messages import decode, encode
@@ -152,3 +152,62 @@ def test_the_schema_refuses_what_is_out_of_bounds(changes):
 
 def test_refusals_are_words_that_fit_into_a_verdict():
     assert all(len(refusal.value) < 64 for refusal in Refusal)
+
+
+class Stopping(ModelledScorer):
+    """A task whose completions end with token 9; in episodes each turn has three tokens at most."""
+
+    stop_tokens = frozenset({9})
+
+
+def ending(tokens, finish, *, turns=(), scorer=None):
+    sample = Trajectory(list(tokens), b"", 0, 0, 0.0, finish, turns=list(turns))
+    return ends_as_said(sample, scorer or Stopping(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "honest"),
+    [
+        ([3, 9], "stop", True),
+        ([3, 4, 5, 6], "length", True),
+        ([3, 4, 5, 9], "stop", True),
+        ([3, 4, 5, 9], "length", True),  # where both are so, vLLM says length
+        ([3, 4], "stop", False),  # cut where the reward is best
+        ([3, 4], "length", False),
+        ([3, 9], "length", False),
+        ([3, 4, 5, 6], "stop", False),
+        ([3, 9, 4, 5], "length", False),  # went on after its end
+        ([9, 9], "stop", False),
+    ],
+)
+def test_a_completion_ends_where_it_says(tokens, finish, honest):
+    assert ending(tokens, finish) is honest
+
+
+def test_a_completion_that_was_cut_off_is_refused():
+    group = honest(completion=[3, 4], finish="length")
+    told = check_contents(group, scorer=Stopping(), n_samples=2, max_new_tokens=4)
+    assert told is Refusal.ENDING
+
+
+def test_each_turn_of_the_model_ends_with_a_stop_token_or_at_its_limit():
+    class Turns(Stopping):
+        max_turns, turn_tokens = 3, 3
+
+    scorer = Turns()
+    assert ending([1, 9, 5, 9, 2, 3, 4], "length", turns=[2, 2, 3], scorer=scorer)
+    assert ending([1, 2, 3, 5, 5, 2, 9], "stop", turns=[3, 2, 2], scorer=scorer)
+    assert not ending([1, 2, 5, 5, 2, 9], "stop", turns=[2, 2, 2], scorer=scorer)
+    assert not ending([9, 1, 9, 5, 2, 9], "stop", turns=[3, 1, 2], scorer=scorer)
+
+
+def test_a_group_that_is_over_its_time_is_refused_before_the_next_sample():
+    asked = []
+
+    def is_over():
+        asked.append(True)
+        return len(asked) > 1
+
+    told = check_contents(honest(), scorer=SCORER, n_samples=2, max_new_tokens=4, is_over=is_over)
+    assert told is Refusal.COSTLY
+    assert len(asked) == 2

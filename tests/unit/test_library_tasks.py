@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
+from echo2p2p.data.graders import is_code
+from echo2p2p.data.reasoning import _tagged
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
 from echo2p2p.data.work import Stage, TaskSpec
 from echo2p2p.errors import SettingsError
@@ -36,6 +40,8 @@ def test_a_reasoning_prompt_is_a_pure_function_of_seed_and_index_and_its_splits_
     assert train == [again.prompt(i, TRAIN) for i in reversed(range(60))][::-1]
     assert train != [other.prompt(i, TRAIN) for i in range(60)]
     assert not set(train) & {knights.prompt(i, HELD_OUT) for i in range(60)}
+    for task in (again, other):
+        task.close()
 
 
 @pytest.mark.parametrize("dataset", ["sokoban", "countdown"])
@@ -50,9 +56,12 @@ def test_other_data_sets_are_a_matter_of_one_option(dataset):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dataset": "knights"}, "no data set 'knights'"),
+        ({"dataset": "knights"}, "there is no data set 'knights'"),
         ({"dataset": "knights_knaves", "people": 2}, "people"),
-        ({"dataset": "knights_knaves", "n_people": -1}, "refuses an option"),
+        (
+            {"dataset": "knights_knaves", "n_people": -1},
+            "with n_people = -1: reasoning raised AssertionError",
+        ),
     ],
 )
 def test_what_reasoning_gym_does_not_have_is_said_at_once(options, says):
@@ -172,3 +181,103 @@ def test_a_line_that_is_no_question_is_named(questions):
         file.write('{"q": "no answer"}\n')
     with pytest.raises(SettingsError, match="line 66"):
         make_task("jsonl", options=options(questions))
+
+
+def test_a_data_set_that_runs_code_runs_it_in_the_sandbox_alone(monkeypatch):
+    ran = []
+    monkeypatch.setattr("builtins.exec", lambda *_: ran.append("exec"))
+    task = make_task("reasoning-gym", options={"dataset": "codeio"})
+    try:
+        assert "reference code snippet" in task.prompt(0)
+        assert task.reward(0, task.answer(0)) == 1.0
+        assert "reasoning_gym.code.codeio" not in sys.modules
+    finally:
+        task.close()
+    assert ran == []
+
+
+QUEENS = {"dataset": "n_queens", "n": 4, "min_remove": 1, "max_remove": 2}
+
+
+@pytest.mark.parametrize("options", [QUEENS, {"dataset": "countdown"}])
+def test_an_answer_that_is_code_is_not_run(options, tmp_path):
+    """It could read and send files, or decide what the answers after it are worth."""
+    out = tmp_path / "out"
+    task = make_task("reasoning-gym", options=options)
+    try:
+        for code in (
+            f"open({str(out)!r}, 'w')",
+            f"__import__('os').system('touch {out}')",
+            "__import__('os').write(4, b'{\"value\": 1.0}\\n')",
+            "__import__('os')._exit(3)",
+            "exit(chr(51))",
+        ):
+            assert task.reward(0, f"<answer>{code}</answer>") < 0.1
+        assert task.reward(0, task.answer(0)) == 1.0
+    finally:
+        task.close()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["(5 + 3)*8 - 2/4", "x**2/2 + log(x) + C", "exp(2*x)*sin(x)", "0.5*x", "Abs(x) + max(1, 2)", "sqrt(2)"],
+)
+def test_a_formula_is_no_code(answer):
+    assert not is_code(answer)
+
+
+def test_an_option_with_which_no_question_ends_is_named_and_no_worker_hangs(monkeypatch):
+    monkeypatch.setattr("echo2p2p.data.reasoning.PROMPT_S", 0.5)
+    spec = TaskSpec("reasoning-gym", 0, {"dataset": "n_queens", "n": 12, "min_remove": 1, "max_remove": 2})
+    with pytest.raises(
+        SettingsError, match=r"'n_queens' with .*n = 12.* did not answer within 0\.5 s"
+    ) as raised:
+        build(spec, TaskSettings())
+    assert raised.value.exit_code == 3
+
+
+def test_a_task_that_is_not_ready_in_time_is_named_with_its_options(monkeypatch):
+    class Slow:
+        name = "slow"
+
+        def __init__(self, seed, options):
+            pass
+
+        def prompt(self, index, split=TRAIN):
+            for_ever.wait()
+            return "?"
+
+    for_ever = threading.Event()
+    monkeypatch.setattr("echo2p2p.data.chosen.BUILD_S", 0.05)
+    monkeypatch.setattr("echo2p2p.data.chosen.make_task", lambda name, *, seed, options: Slow(seed, options))
+    with pytest.raises(SettingsError, match=r"the task sokoban was not ready within 0\.05 s with width = 16"):
+        build(TaskSpec("sokoban", 0, {"width": 16}), TaskSettings())
+    for_ever.set()
+
+
+def test_a_task_that_raises_on_its_first_prompt_is_refused_at_the_start(monkeypatch):
+    class Broken:
+        name = "broken"
+
+        def prompt(self, index, split=TRAIN):
+            raise ZeroDivisionError("no")
+
+    monkeypatch.setattr("echo2p2p.data.chosen.make_task", lambda name, *, seed, options: Broken())
+    with pytest.raises(SettingsError, match="cannot make its first prompts: ZeroDivisionError"):
+        build(TaskSpec("broken", 0, {}), TaskSettings())
+
+
+@pytest.mark.parametrize(
+    ("completion", "given"),
+    [
+        ("<answer>1</answer> no: <answer> 2 </answer>.", "2"),
+        ("<answer>1</answer> and more</answer>", "1"),
+        ("<answer>1", None),
+        ("1</answer>", None),
+        ("<answer>" * 100_000, None),
+        ("<answer>" * 100_000 + "3</answer>", "3"),
+    ],
+)
+def test_the_last_tags_are_found_in_one_pass(completion, given):
+    assert _tagged(completion) == given

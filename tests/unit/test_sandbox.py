@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from echo2p2p.data.trajectory import Trajectory, pack_logprobs
 from echo2p2p.errors import RewardFailed, SettingsError
 from echo2p2p.parts import SEED_POLICY
 
-LIMITS = SandboxLimits(call_s=1.0, start_s=30, memory_bytes=2**29)
+LIMITS = SandboxLimits(call_s=0.5, start_s=30, memory_bytes=2**29)
 REWARDS = """
 import os, socket, sys, time
 calls = 0
@@ -43,6 +44,9 @@ def score(prompt, completion, answer):
     if completion == "write":
         with open(__file__ + ".out", "w") as file:
             file.write("x" * 10)
+    if completion == "write at home":
+        with open("out", "w") as file:
+            file.write("x" * 10)
     if completion == "calls":
         return calls
     if completion == "pid":
@@ -52,6 +56,8 @@ def score(prompt, completion, answer):
     if completion == "huge":
         os.write(int(sys.argv[1]), b'{"value": 1' + b"0" * 400 + b"}\\n")
         time.sleep(9)
+    if completion == "texts":
+        return ["a", "b"]
     if completion == "print":
         print("a line that nobody reads", flush=True)
     return float(completion == answer)
@@ -81,11 +87,12 @@ def test_a_reward_is_computed_in_another_process_that_stays(sandbox):
     [
         ("raise", "ValueError: no such thing"),
         ("die", "exit code 3"),
-        ("hang", "did not answer within 1 s"),
-        ("text", "could not convert"),
+        ("hang", "did not answer within 0.5 s"),
+        ("text", "no finite number"),
         ("nan", "no finite number"),
         ("eat", "MemoryError"),
-        ("write", "File too large"),
+        ("write", "Permission denied"),
+        ("write at home", "File too large"),
         ("deep", "ended"),
     ],
 )
@@ -110,7 +117,8 @@ def test_a_file_without_an_end_is_read_no_further_than_allowed(tmp_path):
 
 
 def test_no_process_and_no_folder_is_left_behind(sandbox):
-    pid = int(sandbox.call("p", "pid", ""))
+    sandbox.call("p", "pid", "")
+    pid = sandbox._processes[-1]._process.pid
     assert Path(sandbox._home).is_dir()
     sandbox.close()
     assert not Path(sandbox._home).exists()
@@ -215,3 +223,28 @@ def test_a_call_after_a_hang_is_not_slower_than_a_start(sandbox):
     started = time.monotonic()
     sandbox.call("p", "right", "right")
     assert time.monotonic() - started < LIMITS.start_s
+
+
+def test_calls_go_on_beside_one_that_hangs(sandbox):
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(sandbox.call, "p", "hang", "")
+        while sandbox._idle.qsize() == LIMITS.processes:
+            os.sched_yield()
+        sandbox.call("p", "right", "right")  # starts another process
+        assert not hanging.done()
+        with pytest.raises(RewardFailed, match="did not answer"):
+            hanging.result()
+
+
+def test_whoever_s_call_ended_a_process_waits_for_the_next_one(sandbox):
+    with pytest.raises(RewardFailed, match="exit code 3"):
+        sandbox.call("p", "die", "")
+    assert sum(process.runs for process in sandbox._processes) == 1
+
+
+def test_texts_come_as_texts_and_nothing_else_does(sandbox):
+    assert sandbox.ask("p", "texts", "", seconds=1) == ["a", "b"]
+    with pytest.raises(RewardFailed, match="no texts"):
+        sandbox.ask("p", "right", "", seconds=1)
+    with pytest.raises(RewardFailed, match="no finite number"):
+        sandbox.call("p", "texts", "")

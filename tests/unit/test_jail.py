@@ -1,0 +1,198 @@
+"""A reward that means harm: what it may not read, whom it may not reach, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from echo2p2p.data import sandbox_process
+from echo2p2p.data.sandbox import Sandbox, SandboxLimits
+from echo2p2p.errors import RewardFailed
+
+LIMITS = SandboxLimits(call_s=0.5, start_s=30, processes=1)
+HARM = """
+import os, signal, socket, subprocess, time
+
+def score(what, argument, _):
+    if what == "read":
+        return len(open(argument).read())
+    if what == "list":
+        return len(os.listdir(argument))
+    if what == "kill":
+        os.kill(int(argument), signal.SIGKILL)
+    if what == "dial":
+        socket.create_connection(("127.0.0.1", int(argument)), timeout=0.5)
+    if what == "escape":
+        for _ in range(3):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork():
+                    os._exit(0)
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(600)
+        if argument == "hang":
+            time.sleep(600)
+    if what == "run":
+        return float(subprocess.run(["/bin/echo", "3"], capture_output=True, text=True).stdout)
+    return 0
+"""
+WITHOUT = """
+import importlib.util
+spec = importlib.util.spec_from_file_location("sandbox_child", {child!r})
+child = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(child)
+load = child.load
+child.__file__ = {child!r}
+
+def load_without(path):
+    module = load(path)
+    for name in {names!r}:
+        if hasattr(module, name):
+            setattr(module, name, lambda *_: False)
+    return module
+
+child.load = load_without
+child.main()
+"""
+
+
+@pytest.fixture
+def reward(tmp_path):
+    path = tmp_path / "harm.py"
+    path.write_text(HARM)
+    (tmp_path / "identity.key").write_text("secret")
+    return path
+
+
+@pytest.fixture
+def sandbox(reward):
+    made = Sandbox(f"{reward}:score", LIMITS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def machine_without(tmp_path, monkeypatch):
+    """Makes the machine one where some of the jail's functions find nothing."""
+
+    def without(*names):
+        child = tmp_path / "child.py"
+        child.write_text(WITHOUT.format(child=str(sandbox_process._CHILD), names=names))
+        monkeypatch.setattr(sandbox_process, "_CHILD", child)
+        monkeypatch.setattr(sandbox_process, "_told", set())
+
+    return without
+
+
+def left_of(sandbox):
+    """Processes that were started for it, by what stands in their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if sandbox._home in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def refused(sandbox, *arguments):
+    with pytest.raises(RewardFailed) as raised:
+        sandbox.call(*arguments, "")
+    return raised.value.message
+
+
+def test_the_key_beside_it_and_the_node_s_environment_cannot_be_read(sandbox, reward):
+    for path in (reward.with_name("identity.key"), f"/proc/{os.getpid()}/environ", "/etc/passwd"):
+        assert "Permission denied" in refused(sandbox, "read", str(path))
+    assert "Permission denied" in refused(sandbox, "list", str(Path.home()))
+
+
+def test_what_is_named_may_be_read_and_programs_run(reward):
+    allowed = Sandbox(f"{reward}:score", SandboxLimits(readable=(str(reward.with_name("identity.key")),)))
+    try:
+        assert allowed.call("read", str(reward.with_name("identity.key")), "") == 6
+        assert allowed.call("run", "", "") == 3
+    finally:
+        allowed.close()
+
+
+def test_the_node_and_the_network_cannot_be_reached(sandbox):
+    assert "ProcessLookupError" in refused(sandbox, "kill", str(os.getpid()))
+    assert "Permission denied" in refused(sandbox, "dial", "9")
+
+
+def test_children_in_sessions_of_their_own_end_with_the_sandbox(sandbox):
+    sandbox.call("escape", "", "")
+    assert len(left_of(sandbox)) > 2
+    sandbox.close()
+    assert left_of(sandbox) == []
+
+
+def test_children_in_sessions_of_their_own_end_with_a_call_that_hangs(sandbox):
+    assert "did not answer" in refused(sandbox, "escape", "hang")
+    assert len(left_of(sandbox)) == 2  # the next one, and the process in front of it
+
+
+@pytest.mark.parametrize("names", [("_unshare",), ("_unshare", "_restrict_files", "_drop_capabilities")])
+def test_without_namespaces_they_end_as_well(machine_without, reward, names, caplog):
+    machine_without(*names)
+    sandbox = Sandbox(f"{reward}:score", LIMITS)
+    with caplog.at_level(logging.WARNING):
+        assert "did not answer" in refused(sandbox, "escape", "hang")
+        sandbox.call("escape", "", "")
+    assert len(left_of(sandbox)) > 2
+    sandbox.close()
+    assert left_of(sandbox) == []
+    (line,) = [record.message for record in caplog.records]
+    assert "namespaces for processes and network" in line
+    assert ("Landlock" in line) == ("_restrict_files" in names)
+
+
+def test_without_landlock_everything_else_still_holds(machine_without, reward):
+    machine_without("_restrict_files")
+    sandbox = Sandbox(f"{reward}:score", LIMITS)
+    try:
+        assert "unreachable" in refused(sandbox, "dial", "9")
+        assert "Permission denied" in refused(sandbox, "read", f"/proc/{os.getpid()}/environ")
+    finally:
+        sandbox.close()
+
+
+def test_nothing_of_it_outlives_a_node_that_is_killed(reward):
+    node = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
+                from echo2p2p.data.sandbox import Sandbox, SandboxLimits
+                sandbox = Sandbox({f"{reward}:score"!r}, SandboxLimits(call_s=60))
+                print(sandbox._home, flush=True)
+                sandbox.call("escape", "", "")
+                print("escaped", flush=True)
+                sandbox.call("escape", "hang", "")
+            """),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    home = node.stdout.readline().strip()
+    assert node.stdout.readline().strip() == "escaped"
+    started = type("Started", (), {"_home": home})
+    assert len(left_of(started)) > 2
+    node.send_signal(signal.SIGKILL)
+    node.wait()
+    node.stdout.close()
+    deadline = time.monotonic() + 10
+    while left_of(started) and time.monotonic() < deadline:
+        os.sched_yield()
+    Path(home).rmdir()
+    assert left_of(started) == []
