@@ -97,10 +97,10 @@ async def table(request, tmp_path_factory) -> AsyncIterator[Table]:
         )
         model = build_model(folder, dtype=torch.float32, device="cpu", weights=True)
         with torch.no_grad():
-            # Large enough for uneven distributions, and an end of sequence that ends every other turn or so.
+            # Large enough for uneven distributions, small enough for an end of sequence in every third turn or so.
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.mul_(6)
+                    parameter.mul_(3)
         models.append(model)
     (folder / "chat_template.jinja").write_text(CHAT)
     engine = build(request.param, folder)
@@ -164,7 +164,8 @@ async def test_every_token_of_an_episode_is_whose_it_is_said_to_be(table, name, 
     assert max(n_turns) > 1
     # Turns that text would have changed: a mask made from it would be another.
     assert lost_in_text
-    assert not chat or (ended and cut)
+    assert not chat or cut
+    assert not chat or ended or sampling.top_p < 1
 
 
 async def test_a_seed_repeats_whole_episodes(table):
