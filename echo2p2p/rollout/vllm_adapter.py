@@ -26,7 +26,7 @@ from echo2p2p.rollout.vllm_process import ADAPTER
 from echo2p2p.weights.adapter import AdapterSpec
 
 _SHARDS = {None: 0, "q": 0, "k": 1, "v": 2}
-"""vLLM's names for the parts of a fused layer; elsewhere they are numbers."""
+"""vLLM's names for parts of a fused layer; those that are missing are numbers."""
 
 
 class AdaptedLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM has no types
@@ -91,11 +91,11 @@ def _adapt(name: str, layer: Any, n_parts: int, adapted: list[int], spec: Adapte
     def load_down(parameter: Tensor, loaded: Tensor, shard: str | int | None = None) -> None:
         width = parameter.shape[2]
         start = layer.tp_rank * width if isinstance(layer, RowParallelLinear) else 0
-        place = adapted.index(_SHARDS.get(shard, shard))  # type: ignore[arg-type]
+        place = adapted.index(shard if isinstance(shard, int) else _SHARDS[shard])
         parameter.data[place].copy_(loaded.narrow(1, start, width))
 
     def load_up(parameter: Tensor, loaded: Tensor, shard: str | int | None = None) -> None:
-        part: int = _SHARDS.get(shard, shard)  # type: ignore[assignment]
+        part = shard if isinstance(shard, int) else _SHARDS[shard]
         n_rows, rank = sizes[part], layer.tp_rank if isinstance(layer, ColumnParallelLinear) else 0
         if isinstance(layer, QKVParallelLinear) and part:
             rank //= layer.num_kv_head_replicas
