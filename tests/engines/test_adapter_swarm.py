@@ -33,7 +33,7 @@ lease_s = 20
 beat_period_s = 1
 keep_journal = true
 [learner.optimizer]
-learning_rate = 1e-3
+learning_rate = 3e-4
 [provisioning]
 t_train_prior_s = 0.2
 [worker]
