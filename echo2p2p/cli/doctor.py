@@ -34,9 +34,7 @@ MAX_CHARS = 600
     "--deadline",
     "deadline_s",
     type=click.FloatRange(1, 3600),
-    default=120.0,
-    show_default=True,
-    help="Seconds for the engine, and for the network.",
+    help="Seconds for the engine, and for the network.  [120; for vLLM, which compiles, 600]",
 )
 @json_option
 def command(
@@ -46,7 +44,7 @@ def command(
     policy: Path | None,
     device: str | None,
     run_dir: Path | None,
-    deadline_s: float,
+    deadline_s: float | None,
     as_json: bool,
     **swarm: Any,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,19 +20,25 @@ from echo2p2p.parts import SEED_POLICY
 from echo2p2p.telemetry.text import clean
 
 QUICK_S = 10.0
+DEADLINE_S = 120.0
+VLLM_DEADLINE_S = 600.0
+"""vLLM compiles the policy when it starts, for minutes if it is large."""
 SETTLE_S = 2.0
 MAX_LINE_BYTES = 65_536
 TAIL_BYTES = 2000
+_CAUSE = re.compile(rb"\b(\w*(?:Error|Exception): [^\n]+)\n")
+"""How the last line of a traceback reads, whatever a logger has put before it."""
 
 Tell = Callable[[Finding], None]
 
 
-async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[Finding]:
+async def examine(settings: Settings, *, deadline_s: float | None = None, tell: Tell) -> list[Finding]:
     """Everything that a stranger needs before joining, checked one after another.
 
     Args:
         settings: whose addresses, run folder, policy and engine are looked at; the seed policy if they name none.
-        deadline_s: for each child process; a child that is late is ended.
+        deadline_s: for each child process, which is ended if it is late. None: ``VLLM_DEADLINE_S`` for the engine
+            if that is vLLM, else ``DEADLINE_S``.
         tell: called with every finding as it comes.
     """
     found: list[Finding] = []
@@ -49,8 +56,9 @@ async def examine(settings: Settings, *, deadline_s: float, tell: Tell) -> list[
         settings.swarm.host_maddrs,
         settings.swarm.announce_maddrs,
     )
-    await in_child("policy", order, last="engine", deadline_s=deadline_s, tell=note)
-    await in_child("network", order, last="loopback", deadline_s=deadline_s, tell=note)
+    usual_s = VLLM_DEADLINE_S if settings.worker.engine == "vllm" else DEADLINE_S
+    await in_child("policy", order, last="engine", deadline_s=deadline_s or usual_s, tell=note)
+    await in_child("network", order, last="loopback", deadline_s=deadline_s or DEADLINE_S, tell=note)
     if not settings.swarm.initial_peers:
         note(
             warning(
@@ -104,7 +112,8 @@ async def in_child(
 
     Args:
         what: policy or network.
-        last: the check that it ends with; without a failure before it, its absence is one.
+        last: the check that it ends with; without a failure before it, its absence is one. If it fails, it is told
+            with the first error that the child, or a process of it, has printed: vLLM gives no other reasons.
     """
     child = await asyncio.create_subprocess_exec(
         *command,
@@ -119,12 +128,16 @@ async def in_child(
     assert child.stderr is not None
     tail = asyncio.ensure_future(_tail(child.stderr))
     complete = late = False
+    failed: Finding | None = None
     try:
         async with asyncio.timeout(deadline_s):
             async for line in child.stdout:
                 finding = msgspec.json.decode(line, type=Finding)
                 complete |= finding.check == last or finding.state == "failure"
-                tell(finding)
+                if finding.check == last and finding.state == "failure":
+                    failed = finding
+                else:
+                    tell(finding)
             await child.wait()
     except TimeoutError:
         late = True
@@ -132,7 +145,10 @@ async def in_child(
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
-        said = await _settled(tail)
+        said, cause = await _settled(tail)
+    if failed is not None:
+        told = f"{failed.says}: {cause}" if cause and cause not in failed.says else failed.says
+        tell(msgspec.structs.replace(failed, says=told))
     if late:
         tell(failure(what, f"not done within {deadline_s:g} s", "try again with a longer --deadline"))
     elif not complete:
@@ -140,20 +156,23 @@ async def in_child(
         tell(failure(what, f"the check ended with exit code {child.returncode}: {why}", "see the message"))
 
 
-async def _settled(tail: asyncio.Future[list[str]]) -> list[str]:
+async def _settled(tail: asyncio.Future[tuple[list[str], str]]) -> tuple[list[str], str]:
     """What the child said last; nothing if a process that it left behind keeps the stream open."""
     try:
         return await asyncio.wait_for(tail, SETTLE_S)
     except TimeoutError:
-        return []
+        return [], ""
 
 
-async def _tail(stream: asyncio.StreamReader) -> list[str]:
-    """The last lines of a stream, read to its end."""
-    data = b""
+async def _tail(stream: asyncio.StreamReader) -> tuple[list[str], str]:
+    """The last lines of a stream, read to its end, and the first error in it."""
+    data, cause = b"", ""
     while chunk := await stream.read(65_536):
-        data = (data + chunk)[-TAIL_BYTES:]
-    return [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+        data += chunk
+        if not cause and (found := _CAUSE.search(data)):
+            cause = clean(found[1].decode(errors="replace"), 300)
+        data = data[-TAIL_BYTES:]
+    return [line for line in data.decode(errors="replace").splitlines() if line.strip()], cause
 
 
 def exit_code(found: Sequence[Finding]) -> int:

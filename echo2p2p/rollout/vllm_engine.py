@@ -1,12 +1,15 @@
 """The inference engine on vLLM: continuous batching on GPUs, tensor-parallel; versions are written over each other.
 
 vLLM runs in processes of its own; prompts and tokens pass over its queues, weights over memory that is shared with
-them, a bucket at a time, never over a disk. It starts with the first version, in the dtype of that.
+them, a bucket at a time, never over a disk. It starts with the first version, in the dtype of that. If versions are
+adapters, the base comes from the policy folder, and vLLM computes both side by side.
 
 Guarantees:
 
 * What is installed is what vLLM computes with: words are written to and read back from its own parameters, where its
   own weight loaders would put them; a model of which that does not hold for every word is refused.
+* A fingerprint is of the version, read back. An adapter's base is read back as well, once whenever vLLM has started
+  and before it generates; nothing writes it afterwards.
 * Generation stands still for the write alone. Every cache of the version before is dropped before it goes on.
 * If vLLM's processes end, they are started again with the version that they held; after ``RESTARTS_S`` in vain, or
   without anything generated in between, the engine is lost.
@@ -25,9 +28,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from torch import nn
 
 from echo2p2p.config import VLLMSettings
-from echo2p2p.data.policy import eos_token_ids, load_config, max_positions
+from echo2p2p.data.policy import DTYPES, build_model, eos_token_ids, load_config, max_positions
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError, EngineLost, Interrupted, OutOfMemory
 from echo2p2p.rollout.engine import Completion, Swap, check_prompts
@@ -39,7 +43,8 @@ from echo2p2p.rollout.vllm_process import (
     require_vllm,
     shut_down,
 )
-from echo2p2p.weights.snapshot import Layout, Snapshot
+from echo2p2p.weights.adapter import AdapterSpec, check_base
+from echo2p2p.weights.snapshot import Layout, Snapshot, from_state_dict
 
 log = logging.getLogger("echo2p2p.worker")
 
@@ -71,14 +76,16 @@ class VLLMEngine:
     while a version is swapped in.
 
     Args:
-        policy_dir: the policy folder; it needs no weights and no tokenizer.
+        policy_dir: the policy folder; it needs no tokenizer, and no weights unless there is an ``adapter``.
         in_flight: what a swap does to requests that are being generated.
         device: ``cpu`` or ``cuda``; a vLLM build knows only one of them.
         threads: of a CPU's compute, for each rank; None leaves it to vLLM.
         restarts_s: seconds before each attempt to bring vLLM back.
+        adapter: versions are adapters of this kind, and the folder has their base.
 
     Raises:
-        SettingsError: the folder is no usable policy, or vLLM is not installed.
+        SettingsError: the folder is no usable policy, its weights are not the base of ``adapter``, or vLLM is not
+            installed.
     """
 
     def __init__(
@@ -90,15 +97,19 @@ class VLLMEngine:
         device: str = "cpu",
         threads: int | None = None,
         restarts_s: Sequence[float] = RESTARTS_S,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         require_vllm()
         config = load_config(policy_dir)
+        if adapter is not None:
+            _build_base(policy_dir, adapter)
         self._folder = policy_dir
         self._options = options
         self._in_flight: InFlight = in_flight
         self._device = device
         self._threads = threads
         self._restarts_s = restarts_s
+        self._adapter = adapter
         self._restarts = 0
         self._eos = sorted(eos_token_ids(policy_dir))
         self._vocabulary = int(config.vocab_size)
@@ -363,28 +374,56 @@ class VLLMEngine:
 
     async def _launched(self, layout: Layout) -> VLLMProcess:
         """vLLM, just started, holding the version that was swapped in last, if there is one."""
-        dtypes = {spec.dtype for spec in layout.tensors if "float" in spec.dtype}
-        if len(dtypes) != 1:
-            raise EngineError(f"a snapshot in {', '.join(sorted(dtypes)) or 'no float'} fits no engine")
-        [dtype] = dtypes
         llm = await asyncio.to_thread(
             launch,
             self._folder,
             self._options,
-            dtype=dtype,
+            adapter=self._adapter,
+            dtype=_dtype_of(layout) if self._adapter is None else self._adapter.dtype,
             max_positions=self._max_positions,
             device=self._device,
             threads=self._threads,
         )
         complete = False
         try:
-            running = await open_process(llm, layout)
+            running = await self._opened(llm, layout)
             if self._snapshot is not None:
-                await running.write_all(self._snapshot)
-                if await running.read_back() != await asyncio.to_thread(self._snapshot.fingerprint):
-                    raise EngineError(f"vLLM does not hold version {self._version} as it was written")
+                await _put(running, self._snapshot, f"version {self._version}")
             complete = True
         finally:
             if not complete:
                 await asyncio.to_thread(shut_down, llm)
         return running
+
+    async def _opened(self, llm: Any, layout: Layout) -> VLLMProcess:
+        """vLLM as the keeper of versions; the base of adapters, if that is what they are, is in it."""
+        if self._adapter is None:
+            [running] = await open_process(llm, [layout])
+            return running
+        model = await asyncio.to_thread(_build_base, self._folder, self._adapter)
+        base = await asyncio.to_thread(from_state_dict, model.state_dict())
+        keeper, running = await open_process(llm, [base.layout, layout])
+        await _put(keeper, base, "the base")
+        return running
+
+
+async def _put(running: VLLMProcess, snapshot: Snapshot, what: str) -> None:
+    """Write all of ``snapshot``; nothing is generated yet. Raises EngineError: vLLM then holds something else."""
+    await running.write_all(snapshot)
+    if await running.read_back() != await asyncio.to_thread(snapshot.fingerprint):
+        raise EngineError(f"vLLM does not hold {what} as it was written")
+
+
+def _dtype_of(layout: Layout) -> str:
+    """What all weights are in. Raises EngineError: that is not one dtype."""
+    dtypes = {spec.dtype for spec in layout.tensors if "float" in spec.dtype}
+    if len(dtypes) != 1:
+        raise EngineError(f"a snapshot in {', '.join(sorted(dtypes)) or 'no float'} fits no engine")
+    return dtypes.pop()
+
+
+def _build_base(folder: Path, adapter: AdapterSpec) -> nn.Module:
+    """The model that ``adapter`` belongs to, from a policy folder. Raises SettingsError: the folder has another."""
+    model = build_model(folder, dtype=DTYPES[adapter.dtype], device="cpu", weights=True)
+    check_base(model, adapter)
+    return model

@@ -22,12 +22,15 @@ from echo2p2p.config import VLLMSettings
 from echo2p2p.errors import EngineError, OutOfMemory, SettingsError
 from echo2p2p.rollout.places import Piece, Place, ReadBack, Writes, buckets, check_cover, differing, whole
 from echo2p2p.rollout.shared_memory import SharedMemory
+from echo2p2p.weights.adapter import AdapterSpec
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot
 
 T = TypeVar("T")
 
 OWNER = "ECHO2P2P_VLLM_OWNER"
 """Environment: the process whose end ends vLLM's."""
+ADAPTER = "echo2p2p_adapter"
+"""vLLM's ``additional_config``: the :class:`AdapterSpec` of a run that publishes adapters."""
 _SHUTDOWN_S = 2.0
 _LOOK_S = 0.5
 """How often it is looked whether vLLM's processes still live, while they owe an answer."""
@@ -55,15 +58,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class VLLMProcess:
-    """vLLM, once it runs.
+    """vLLM, once it runs, as the keeper of snapshots of one layout.
 
     Attributes:
         llm: vLLM's ``AsyncLLM``.
+        part: vLLM's number for the layout; where versions are adapters, the base has one of its own.
         ranks: where each of its workers keeps the words of a snapshot of ``layout``.
         whole_vocabulary: whether log-probabilities are over the whole vocabulary under top_p too.
     """
 
     llm: Any
+    part: int
     layout: Layout
     ranks: tuple[tuple[Place, ...], ...]
     whole_vocabulary: bool
@@ -120,7 +125,7 @@ class VLLMProcess:
         Raises:
             EngineError, OutOfMemory: it failed, perhaps half-way.
         """
-        await self._call("write", prepared.memory.path, prepared.memory.nbytes, prepared.pieces)
+        await self._call("write", prepared.memory, prepared.pieces)
 
     async def write_all(self, snapshot: Snapshot) -> None:
         """Write every tensor, a bucket at a time; as :meth:`write`."""
@@ -144,7 +149,7 @@ class VLLMProcess:
                         word = DTYPE_BYTES[self.layout.tensors[place.tensor].dtype]
                         byte += -(-place.n_words * word // 8) * 8
             memory = SharedMemory(byte)
-            await self._call("read", memory.path, memory.nbytes, starts, first, last)
+            await self._call("read", memory, starts, first, last)
             tensors = [(place, memory.view[start:]) for place, start in held]
             await asyncio.to_thread(found.take, range(first, last), tensors)
         return await asyncio.to_thread(found.fingerprint)
@@ -153,16 +158,26 @@ class VLLMProcess:
         """End it; blocks."""
         shut_down(self.llm)
 
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return await _call(self.llm, method, *arguments)
+    async def _call(self, method: str, memory: SharedMemory, *arguments: Any) -> None:
+        await _call(self.llm, method, self.part, msgspec.msgpack.encode(memory.segment), *arguments)
 
 
 def launch(
-    policy: Path, options: VLLMSettings, *, dtype: str, max_positions: int, device: str, threads: int | None
+    policy: Path,
+    options: VLLMSettings,
+    *,
+    adapter: AdapterSpec | None = None,
+    dtype: str,
+    max_positions: int,
+    device: str,
+    threads: int | None,
 ) -> Any:
     """Start vLLM on a policy folder, with random weights; blocks for as long as it takes.
 
     Its processes die with this one.
+
+    Args:
+        adapter: give the model one of this kind; it changes nothing yet.
 
     Raises:
         EngineError, OutOfMemory: it did not start.
@@ -194,6 +209,8 @@ def launch(
         worker_extension_cls=_EXTENSION,
         generation_config="vllm",
         disable_log_stats=True,
+        # vLLM also tells compiled models apart by this, which with an adapter are others.
+        additional_config={} if adapter is None else {ADAPTER: msgspec.to_builtins(adapter)},
         **room,
     )
     try:
@@ -202,17 +219,24 @@ def launch(
         raise typed_error(error, "vLLM did not start") from error
 
 
-async def open_process(llm: Any, layout: Layout) -> VLLMProcess:
-    """Find out where vLLM keeps the words of snapshots of ``layout``.
+async def open_process(llm: Any, layouts: Sequence[Layout]) -> list[VLLMProcess]:
+    """Find out where vLLM keeps the words of snapshots of ``layouts``, which together are all its weights.
+
+    Returns:
+        vLLM as the keeper of each of them.
 
     Raises:
         EngineError: it does not keep all of them, or not as they are.
     """
-    answers = await _call(llm, "open", msgspec.msgpack.encode(layout))
-    found = [msgspec.msgpack.decode(answer, type=tuple[tuple[Place, ...], bool]) for answer in answers]
-    ranks = tuple(places for places, _ in found)
-    await asyncio.to_thread(check_cover, layout, ranks)
-    return VLLMProcess(llm, layout, ranks, all(whole_vocabulary for _, whole_vocabulary in found))
+    answers = await _call(llm, "open", [msgspec.msgpack.encode(layout) for layout in layouts])
+    found = [msgspec.msgpack.decode(answer, type=tuple[list[tuple[Place, ...]], bool]) for answer in answers]
+    whole_vocabulary = all(reported for _, reported in found)
+    keepers = []
+    for part, layout in enumerate(layouts):
+        ranks = tuple(places[part] for places, _ in found)
+        await asyncio.to_thread(check_cover, layout, ranks)
+        keepers.append(VLLMProcess(llm, part, layout, ranks, whole_vocabulary))
+    return keepers
 
 
 def shut_down(llm: Any) -> None:

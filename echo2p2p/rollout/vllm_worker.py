@@ -5,18 +5,17 @@ of its worker class; the engine calls the methods by ``collective_rpc``. Importi
 
 * It ends when the process that started the engine does, whatever ended that.
 * The CPU build keeps linear weights as they are, instead of packed copies that no later version would reach.
+* Models get the adapter that :mod:`echo2p2p.rollout.vllm_adapter` finds in their configuration.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import signal
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echo2p2p.rollout.places import Piece, Place
+from echo2p2p.rollout.shared_memory import Segment, map_segment
 from echo2p2p.rollout.vllm_process import OWNER
 from echo2p2p.weights.snapshot import Layout
 
@@ -39,18 +39,18 @@ class WorkerExtension:
     rank: int
     model_runner: Any
     vllm_config: Any
-    _echo2p2p_places: list[Place]
+    _echo2p2p_places: list[list[Place]]
     _echo2p2p_parameters: list[Tensor]
 
     @torch.inference_mode()
-    def echo2p2p_open(self, layout: bytes) -> bytes:
-        """Find out where this worker keeps the words of a snapshot.
+    def echo2p2p_open(self, layouts: list[bytes]) -> bytes:
+        """Find out where this worker keeps the words of the snapshots that together are its weights.
 
         Args:
-            layout: msgpack of :class:`echo2p2p.weights.snapshot.Layout`.
+            layouts: msgpack of a :class:`echo2p2p.weights.snapshot.Layout` each; the other methods count them.
 
         Returns:
-            msgpack: (places, whether log-probabilities are over the whole vocabulary under top_p too).
+            msgpack: (places for each, whether log-probabilities are over the whole vocabulary under top_p too).
 
         Raises:
             RuntimeError: the model does something with its weights that cannot be repeated for one version after
@@ -66,50 +66,56 @@ class WorkerExtension:
         if packed := [name for name, each in parameters.items() if not each.numel()]:
             raise RuntimeError(f"vLLM has packed {packed[0]} ({len(packed)} weights)")
         self._echo2p2p_parameters = _storages(model)
-        self._echo2p2p_places = _places(
-            model, msgspec.msgpack.decode(layout, type=Layout), self._echo2p2p_parameters
-        )
-        held = {place.parameter for place in self._echo2p2p_places}
+        self._echo2p2p_places = [
+            _places(model, msgspec.msgpack.decode(layout, type=Layout), self._echo2p2p_parameters)
+            for layout in layouts
+        ]
+        held = {place.parameter for places in self._echo2p2p_places for place in places}
         for name, parameter in parameters.items():
             if _number(self._echo2p2p_parameters, parameter) not in held:
                 raise RuntimeError(f"nothing in a snapshot belongs into {name}")
         return msgspec.msgpack.encode((self._echo2p2p_places, _report_whole_vocabulary(self.model_runner)))
 
     @torch.inference_mode()
-    def echo2p2p_write(self, path: str, nbytes: int, pieces: list[bytes]) -> None:
-        """Write this rank's ``pieces`` (msgpack of a list of :class:`Piece`, one a rank) from shared memory."""
-        with _shared(path, nbytes) as memory:
-            for piece in msgspec.msgpack.decode(pieces[self.rank], type=list[Piece]):
-                place = self._echo2p2p_places[piece.place]
-                target = self._words(place)
-                if not place.lies_in_order:
-                    [(_, count, byte)] = piece.runs
-                    target.copy_(_slice(memory, byte, count, target.dtype).reshape(place.shape))
-                    continue
-                flat = target.reshape(-1)
-                if piece.count:
-                    at = _slice(memory, piece.at, piece.count, torch.int64).to(flat.device)
-                    words = _slice(memory, piece.words, piece.count, flat.dtype).to(flat.device)
-                    flat.scatter_(0, at, words)
-                for start, count, byte in piece.runs:
-                    flat[start : start + count].copy_(_slice(memory, byte, count, flat.dtype))
-            self._wait()
+    def echo2p2p_write(self, part: int, segment: bytes, pieces: list[bytes]) -> None:
+        """Write this rank's ``pieces`` (msgpack of a list of :class:`Piece`, one a rank) from shared memory.
+
+        Args:
+            part: which of the layouts their places are of.
+            segment: msgpack of a :class:`Segment`.
+        """
+        memory = _shared(segment)
+        for piece in msgspec.msgpack.decode(pieces[self.rank], type=list[Piece]):
+            place = self._echo2p2p_places[part][piece.place]
+            target = self._words(place)
+            if not place.lies_in_order:
+                [(_, count, byte)] = piece.runs
+                target.copy_(_slice(memory, byte, count, target.dtype).reshape(place.shape))
+                continue
+            flat = target.reshape(-1)
+            if piece.count:
+                at = _slice(memory, piece.at, piece.count, torch.int64).to(flat.device)
+                words = _slice(memory, piece.words, piece.count, flat.dtype).to(flat.device)
+                flat.scatter_(0, at, words)
+            for start, count, byte in piece.runs:
+                flat[start : start + count].copy_(_slice(memory, byte, count, flat.dtype))
+        self._wait()
 
     @torch.inference_mode()
-    def echo2p2p_read(self, path: str, nbytes: int, starts: list[int], first: int, last: int) -> None:
+    def echo2p2p_read(self, part: int, segment: bytes, starts: list[int], first: int, last: int) -> None:
         """Copy this rank's places of tensors ``first`` … ``last - 1`` into shared memory, from byte ``starts[rank]``.
 
         They follow each other in the order in which :meth:`echo2p2p_open` named them, each on a multiple of 8 bytes.
+        ``part`` and ``segment`` are as for :meth:`echo2p2p_write`.
         """
-        with _shared(path, nbytes) as memory:
-            byte = starts[self.rank]
-            for place in self._echo2p2p_places:
-                if first <= place.tensor < last:
-                    source = self._words(place)
-                    target = _slice(memory, byte, place.n_words, source.dtype)
-                    target.copy_(source.reshape(-1))
-                    byte += -(-target.nbytes // 8) * 8
-            self._wait()
+        memory, byte = _shared(segment), starts[self.rank]
+        for place in self._echo2p2p_places[part]:
+            if first <= place.tensor < last:
+                source = self._words(place)
+                target = _slice(memory, byte, place.n_words, source.dtype)
+                target.copy_(source.reshape(-1))
+                byte += -(-target.nbytes // 8) * 8
+        self._wait()
 
     def _words(self, place: Place) -> Tensor:
         storage = self._echo2p2p_parameters[place.parameter]
@@ -224,19 +230,14 @@ def _report_whole_vocabulary(model_runner: Any) -> bool:
     return True
 
 
-@contextmanager
-def _shared(path: str, nbytes: int) -> Iterator[Tensor]:
-    """The engine's shared memory as bytes."""
-    if not nbytes:
-        yield torch.empty(0, dtype=torch.uint8)
-        return
-    file = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, nbytes)
-    finally:
-        os.close(file)
+def _shared(segment: bytes) -> Tensor:
+    """The engine's shared memory as bytes. Raises EngineError: it is not there, or not what the engine named."""
+    named = msgspec.msgpack.decode(segment, type=Segment)
+    memory = map_segment(named, owner=int(os.environ[OWNER]))
+    if not memory:
+        return torch.empty(0, dtype=torch.uint8)
     # No explicit close: the mapping goes with the last tensor that looks into it.
-    yield torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _slice(memory: Tensor, byte: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -271,5 +272,8 @@ def _keep_weights_unpacked() -> None:
 
 
 if OWNER in os.environ:
+    from echo2p2p.rollout.vllm_adapter import adapt_models
+
     _end_with(int(os.environ[OWNER]))
     _keep_weights_unpacked()
+    adapt_models()

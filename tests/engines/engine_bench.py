@@ -52,7 +52,7 @@ class Bench:
 
 def build(kind: str, folder: Path, **further: Any) -> InferenceEngine:
     if kind == "transformers":
-        return TransformersEngine(folder, threads=1)
+        return TransformersEngine(folder, threads=1, **further)
     from echo2p2p.rollout.vllm_engine import VLLMEngine
 
     options = VLLMSettings(

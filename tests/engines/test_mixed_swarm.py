@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import defaultdict
 
 import numpy as np
@@ -11,11 +10,10 @@ import psutil
 import pytest
 import torch
 from engine_bench import HAS_VLLM
-from processes import Processes
+from engine_swarm import Swarm
 
 from echo2p2p.data.policy import build_model, scaled_log_softmax
 from echo2p2p.learning.journal import read
-from echo2p2p.telemetry.events import read_events
 from echo2p2p.weights.export import export_version
 
 SETTINGS = """
@@ -57,23 +55,6 @@ chunk_kib = 64
 max_patch_share = 1
 keep_versions = 1000  # the learner's store has all of them at the end
 """
-
-
-class Swarm(Processes):
-    def events(self, name, kind):
-        path = self.folder / name / "events.jsonl"
-        return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
-
-    def patched(self, name):
-        """How many versions a worker has installed by patches."""
-        return sum(event["patches"] > 0 for event in self.events(name, "installed"))
-
-    def wait(self, what, condition, timeout_s=200):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-            assert all(process.poll() is None for process in self.processes)
-            time.sleep(0.5)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from echo2p2p.errors import EngineError, OutOfMemory
@@ -32,17 +30,3 @@ def test_another_error_of_vllm_keeps_its_words():
 def test_shared_memory_that_does_not_fit_is_out_of_memory():
     with pytest.raises(OutOfMemory, match="MB of shared memory"):
         SharedMemory(2**60)
-
-
-def test_shared_memory_is_seen_through_its_path_and_gone_with_its_owner():
-    memory = SharedMemory(16)
-    memory.view[:5] = b"hello"
-    with open(memory.path, "rb") as file:  # noqa: PTH123 - as another process opens it
-        assert file.read() == b"hello" + bytes(11)
-    path = memory.path
-    del memory
-    assert not os.path.exists(path) or "echo2p2p" not in os.readlink(path)  # noqa: PTH110, PTH115
-
-
-def test_no_bytes_need_no_memory():
-    assert len(SharedMemory(0).view) == 0

@@ -9,7 +9,9 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -63,7 +65,23 @@ if HAS_VLLM:
         assert (after.version_min, after.version_max) == (1, 1)
         assert await engine.fingerprint() == two.fingerprint()
 
-    async def test_a_write_that_fails_leaves_the_old_version_whole(pair, monkeypatch):
+    def named_wrongly(prepared):
+        """What vLLM is told to map is half as large as it really is."""
+        segment = prepared.memory.segment
+        wrong = msgspec.structs.replace(segment, nbytes=segment.nbytes // 2)
+        return replace(prepared, memory=SimpleNamespace(segment=wrong))
+
+    @pytest.mark.parametrize(
+        ("spoil", "says"),
+        [
+            (lambda prepared: replace(prepared, pieces=[b"no pieces"]), "could not write"),
+            (
+                named_wrongly,
+                r"could not write: .*shared memory \d+ of process \d+ is refused: it has \d+ bytes",
+            ),
+        ],
+    )
+    async def test_a_write_that_fails_leaves_the_old_version_whole(pair, monkeypatch, spoil, says):
         engine, (one, two) = pair
         version = engine.version + 1
         await engine.install(one, version)
@@ -73,11 +91,11 @@ if HAS_VLLM:
 
         async def fail_first(self, prepared):
             calls.append(prepared)
-            await write(self, prepared if len(calls) > 1 else replace(prepared, pieces=[b"no pieces"]))
+            await write(self, prepared if len(calls) > 1 else spoil(prepared))
 
         with monkeypatch.context() as patch:
             patch.setattr(type(engine._running), "write", fail_first)
-            with pytest.raises(EngineError, match="could not write"):
+            with pytest.raises(EngineError, match=says):
                 await swap()
         assert len(calls) > 1
         assert engine.version == version

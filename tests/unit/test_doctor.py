@@ -102,6 +102,12 @@ def say(check, state):
 """
 
 
+TRACEBACK = """print('''(Worker pid=7) ERROR [executor.py:9] Traceback (most recent call last):
+(Worker pid=7) ERROR [executor.py:9] RuntimeError: no such head size
+EngineDeadError: see above''', file=sys.stderr)
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "states", "says"),
     [
@@ -110,6 +116,8 @@ def say(check, state):
         ("say('gpu', 'ok'); time.sleep(60)", ["ok", "failure"], "not done within"),
         ("raise SystemExit('no torch')", ["failure"], "exit code 1: no torch"),
         ("import os; say('gpu', 'ok'); os.abort()", ["ok", "failure"], "exit code -6: without a word"),
+        (TRACEBACK + "say('engine', 'failure')", ["failure"], "x: RuntimeError: no such head size"),
+        (TRACEBACK + "say('engine', 'ok')", ["ok"], "x"),
     ],
 )
 async def test_a_child_that_hangs_or_dies_is_a_finding(code, states, says):
