@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     options = parser.parse_args()
     torch.set_flush_denormal(True)
 
