@@ -59,16 +59,13 @@ def attend(
     pieces = [_pieces(each, cut, times) for each, times in ((query, 1), (key, shared), (value, shared))]
     found: dict[int, Tensor] = {}
     for numbers in _by_length(packed_lengths):
-        sequences = len(numbers) // 2
+        shape = (len(numbers) // 2, -1, query.shape[1])
         q, k, v = (
-            torch.cat([own[number] for number in numbers])
-            .flatten(1, 2)
-            .unflatten(0, (sequences, -1))
-            .transpose(1, 2)
+            torch.cat([own[number] for number in numbers]).reshape(*shape, own[0].shape[-1]).transpose(1, 2)
             for own in pieces
         )
         attended = _attend(q, k, v, scaling, sliding_window, softcap).transpose(1, 2).flatten(0, 1)
-        parts = attended.split([cut[number] for number in numbers])
+        parts = torch.split(attended, [cut[number] for number in numbers])
         for number, part in zip(numbers, parts, strict=True):
             found.setdefault(number, part)  # a prompt's is the same in all of its sequences
     return torch.cat([found[number] for number in range(len(cut))])[None], None
@@ -76,7 +73,7 @@ def attend(
 
 def _pieces(tensor: Tensor, cut: list[int], times: int) -> tuple[Tensor, ...]:
     """``tensor``, (1, heads, tokens, size), as (tokens, heads, ``times``, size) for each of ``cut``."""
-    return tensor[0].transpose(0, 1)[:, :, None].expand(-1, -1, times, -1).split(cut)
+    return torch.split(tensor[0].transpose(0, 1)[:, :, None].expand(-1, -1, times, -1), cut)
 
 
 def _by_length(bundles: Sequence[Sequence[int]]) -> list[list[int]]:
