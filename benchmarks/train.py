@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.train --trl-python /path/to/venv/bin/python``
 
-One random policy with SmolLM2-135M's shape, one batch of groups, float32, one update. Each side takes a step that is
+One policy (SmolLM2-135M-Instruct as :mod:`benchmarks.smollm2` makes it, unless ``--policy`` names another folder with
+weights), one batch of groups, float32, one update. Each side takes a step that is
 not counted, then ``--steps`` that are; the best counts. TRL runs in a process of its own by ``--trl-python``, or by
 this interpreter where it can be imported, in micro-batches of ``--trl-rows`` sequences (of several numbers the
 fastest counts). Both sides compute the same objective (DAPO) on the same policy without gradient checkpointing, with
@@ -12,9 +13,10 @@ none).
 
 The last line on stdout is one JSON object, ``{"train": {…}}``:
 
-* ``tokens_per_s``, ``trl_tokens_per_s``: tokens that the policy reads, padding not counted, a second of the step;
+* ``tokens_per_s``, ``trl_tokens_per_s``: tokens of all sequences, padding not counted, a second of the step;
 * ``speedup_vs_trl``;
 * ``padding``: the part of the places in TRL's micro-batches that is padding, which the learner has none of;
+  ``shared``: the part of the tokens that the learner reads once for all samples of a group, their prompt;
 * ``grad_norm``, ``trl_grad_norm``, and the sizes of everything.
 
 Without TRL its figures are null, and stderr says so.
@@ -36,8 +38,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import smollm2
+from echo2p2p.data.policy import load_config
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
 
@@ -45,39 +48,20 @@ _TOLERANCE = 0.02
 """Relative difference of the two gradient norms that rounding explains."""
 
 
-def make_policy(folder: Path, layers: int) -> None:
-    """A random policy with the shape of SmolLM2-135M, of which ``layers`` layers."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def make_groups(count: int, samples: int, longest: int, *, equal: bool) -> list[Group]:
-    """Random groups; completions of a sixteenth of ``longest`` up to all of it, evenly, unless they are ``equal``."""
+def make_groups(count: int, samples: int, longest: int, vocabulary: int, *, equal: bool) -> list[Group]:
+    """Random groups; completions of a sixteenth of ``longest`` up to all of it, evenly, unless ``equal``."""
     rng = np.random.default_rng(0)
     groups = []
     for index in range(count):
         trajectories = []
         for number in range(samples):
             length = longest if equal else int(rng.integers(longest // 16, longest + 1))
-            tokens = rng.integers(1, 49152, length).tolist()
+            tokens = rng.integers(1, vocabulary, length).tolist()
             logprobs = pack_logprobs(np.zeros(length))
             reward = float(number % 2)
             trajectories.append(Trajectory(tokens, logprobs, 0, 0, reward, "length"))
         prompt = rng.integers(
-            1, 49152, longest // 4 if equal else int(rng.integers(8, longest // 2))
+            1, vocabulary, longest // 4 if equal else int(rng.integers(8, longest // 2))
         ).tolist()
         groups.append(Group(index, prompt, trajectories))
     return groups
@@ -138,28 +122,29 @@ def trl_step(folder: Path, batch: Path, options: argparse.Namespace, rows: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--policy", type=Path, help="a folder with weights; SmolLM2 by default")
     parser.add_argument("--trl-python", help="an interpreter that has TRL")
     parser.add_argument("--trl-rows", default="4", help="sequences in TRL's micro-batches, several by commas")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
-    parser.add_argument("--layers", type=int, default=30, help="SmolLM2-135M has 30")
     parser.add_argument(
         "--equal", action="store_true", help="all sequences of one length: nothing is padding"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     options = parser.parse_args()
     torch.set_flush_denormal(True)
 
-    groups = make_groups(options.groups, options.samples, options.longest, equal=options.equal)
+    folder = options.policy or smollm2.policy()
+    vocabulary = load_config(folder).vocab_size
+    groups = make_groups(options.groups, options.samples, options.longest, vocabulary, equal=options.equal)
     lengths = [len(g.prompt) + len(s.completion) for g in groups for s in g.samples]
     widest = max(len(g.prompt) for g in groups) + max(len(s.completion) for g in groups for s in g.samples)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, batch = Path(scratch) / "policy", Path(scratch) / "batch.json"
-        make_policy(folder, options.layers)
+        batch = Path(scratch) / "batch.json"
         batch.write_bytes(
             msgspec.json.encode([[g.prompt, [[s.completion, s.reward] for s in g.samples]] for g in groups])
         )
@@ -178,13 +163,14 @@ def main() -> None:
         "trl_tokens_per_s": round(tokens / trl["seconds"], 1) if trl else None,
         "speedup_vs_trl": round(trl["seconds"] / ours["seconds"], 3) if trl else None,
         "padding": round(1 - tokens / (widest * len(lengths)), 3),
+        "shared": round(sum(len(g.prompt) * (len(g.samples) - 1) for g in groups) / tokens, 3),
         "grad_norm": ours["grad_norm"],
         "trl_grad_norm": trl["grad_norm"] if trl else None,
         "trl": trl["trl"] if trl else None,
         "trl_rows": trl["rows"] if trl else None,
         "sequences": len(lengths),
         "tokens": tokens,
-        "layers": options.layers,
+        "policy": folder.name,
         "dtype": options.dtype,
         "threads": options.threads,
     }

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.vllm_update``
 
-A policy shaped like SmolLM2-135M with random weights in fp32 (538 MB) on vLLM, on the CPU unless ``--device cuda``.
+SmolLM2-135M-Instruct in fp32 (538 MB, :mod:`benchmarks.smollm2`) on vLLM, on the CPU unless ``--device cuda``.
 The last line on stdout is one JSON object; times in seconds, best of ``--repeats``:
 
 * ``patch_s``: a version with 1 % of its words changed, from the verified snapshot until the engine is proven to hold
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -29,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
 
+from benchmarks import smollm2
 from echo2p2p.config import VLLMSettings
 from echo2p2p.data.policy import build_model
 from echo2p2p.data.trajectory import Sampling
@@ -55,16 +56,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.vllm_update", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--policy", type=Path, help="a folder with fp32 weights; SmolLM2 by default")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
 
 async def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    snapshot = _policy(folder, arguments.layers)
+    """``folder``: an empty one, for the version that is loaded anew."""
+    policy = arguments.policy or smollm2.policy()
+    snapshot = from_state_dict(build_model(policy, dtype=None, device="cpu", weights=True).state_dict())
     rng = np.random.default_rng(1)
     figures: dict[str, Any] = {"policy_mb": round(len(snapshot.data) / 1e6)}
-    engine = _engine(folder, arguments.device)
+    engine = VLLMEngine(policy, _OPTIONS, device=arguments.device, threads=1)
     try:
         started = time.perf_counter()
         await engine.install(snapshot, 0)
@@ -89,6 +92,8 @@ async def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
         figures["whole_pause_s"] = round(time.perf_counter() - began, 3)
     finally:
         await engine.close()
+    for file in policy.glob("*.json"):
+        shutil.copy(file, folder)
     began = time.perf_counter()
     tensors = {
         name: each for name, each in snapshot.state_dict().items() if name not in snapshot.layout.aliases
@@ -118,30 +123,6 @@ def _start_on(folder: Path) -> Any:
         disable_log_stats=True,
     )
     return AsyncLLM.from_engine_args(arguments)
-
-
-def _engine(folder: Path, device: str) -> VLLMEngine:
-    return VLLMEngine(folder, _OPTIONS, device=device, threads=1)
-
-
-def _policy(folder: Path, layers: int) -> Snapshot:
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        rope_theta=100000.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
-    )
-    config.save_pretrained(folder)
-    return from_state_dict(build_model(folder, dtype=None, device="cpu", weights=False).state_dict())
 
 
 def _moved(snapshot: Snapshot, rng: np.random.Generator) -> Snapshot:

@@ -1,8 +1,8 @@
 """A policy's log-probabilities of completions, by the cheapest way that is right for its architecture.
 
-Where the architecture allows it, sequences lie one behind the other without padding, and the last layer is computed
-for completion tokens alone, slice by slice. Both are tried on the model itself first; an architecture for which one
-of them gives other figures gets padded rows, or its own last layer, instead.
+Where the architecture allows it, sequences lie one behind the other without padding, with the prompt of a group there
+once, and the last layer is computed for completion tokens alone, slice by slice. Both are tried on the model itself
+first; an architecture for which one of them gives other figures gets padded rows, or its own last layer, instead.
 """
 
 from __future__ import annotations

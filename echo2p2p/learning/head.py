@@ -87,14 +87,14 @@ class _Head(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             inputs, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
             buffer = torch.empty(min(ctx.step, len(targets)), len(weight), device=hidden.device)
+            scaled = gradients[0] / ctx.temperature
             for number, part in enumerate(_slices(len(targets), ctx.step)):
                 product = kept[number] if number < len(kept) else inputs[part] @ matrix.T
                 # d chosen / d logits = one-hot − softmax.
                 logits = _scaled(product, ctx.temperature)
                 change = torch.sub(logits, normaliser[part, None], out=buffer[: len(logits)]).exp_()
-                change *= -gradients[0][part, None]
-                change.scatter_add_(-1, targets[part, None], gradients[0][part, None])
-                change = change.div_(ctx.temperature).to(ctx.dtype)
+                change *= -scaled[part, None]
+                change = change.scatter_add_(-1, targets[part, None], scaled[part, None]).to(ctx.dtype)
                 hidden_gradient[part] = (change @ matrix).to(hidden.dtype)
                 if weight_gradient is not None:
                     if ctx.dtype == weight.dtype:

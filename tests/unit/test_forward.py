@@ -112,6 +112,18 @@ def test_a_model_that_carries_a_state_from_token_to_token_is_not_packed(
     assert trainer.train(make_groups(0)).skipped == ""
 
 
+def test_a_prompt_goes_through_the_model_once_for_all_samples_of_its_group(tmp_path: Path) -> None:
+    trainer = GRPOTrainer(make_architecture(tmp_path / "policy", "qwen3"), SETTINGS)
+    groups = make_groups(2)
+    seen: list[int] = []
+    trainer._model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].shape[1])
+    )
+    trainer.train(groups)
+    completions = sum(len(sample.completion) - 1 for group in groups for sample in group.samples)
+    assert seen == [completions + sum(len(group.prompt) for group in groups)]
+
+
 def test_packs_hold_the_budget_in_tokens_or_in_places() -> None:
     rows = rows_of(make_groups(0, groups=6), scale_by_std=True)
     for padded in (True, False):
@@ -119,5 +131,7 @@ def test_packs_hold_the_budget_in_tokens_or_in_places() -> None:
         assert sorted(id(row) for packed in packs for row in packed) == sorted(map(id, rows))
         for packed in packs:
             lengths = [row.length for row in packed]
-            assert (max(lengths) * len(lengths) if padded else sum(lengths)) <= 24
+            prompts = {row.group: len(row.prompt) for row in packed}
+            tokens = sum(prompts.values()) + sum(len(row.completion) - 1 for row in packed)
+            assert (max(lengths) * len(lengths) if padded else tokens) <= 24
     assert [len(packed) for packed in pack(rows, 1, padded=False)] == [1] * len(rows)
