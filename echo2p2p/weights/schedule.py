@@ -201,8 +201,8 @@ class Schedule:
         late = Counter(chunk for source, keep in slow.items() for chunk in list(self._open[source])[keep:])
         count = 0
         for chunk, copies in late.items():
-            # Who stands in for a slow source may be slow as well.
-            if copies == self._copies[chunk] and self._queue_elsewhere(chunk):
+            # Only if all that were asked for it are slow; and once, for each time is another copy.
+            if chunk not in self._relieved and copies == self._copies[chunk] and self._queue_elsewhere(chunk):
                 self._relieved.add(chunk)
                 count += 1
         return count + sum(self._unqueue(source, keep) for source, keep in slow.items())
