@@ -47,7 +47,7 @@ WORKERS = (
     DemoWorker("demo C", 0.40, 7800),
     DemoWorker("demo D", 1.60, 9600),
 )
-"""Per rollout A is the cheapest and D by far the dearest; A, B and C together are as fast as the learner needs."""
+"""Per rollout A is the cheapest and D by far the dearest, above what an hour may cost; A, B and C are fast enough."""
 
 
 @dataclass
