@@ -29,7 +29,7 @@ samples_per_prompt = 8
 max_new_tokens = 120
 threads = 1
 min_workers = 1
-lease_s = 20
+lease_s = 120
 beat_period_s = 1
 keep_journal = true
 [learner.optimizer]
