@@ -94,8 +94,8 @@ def pack(rows: Sequence[Row], max_tokens: int, *, padded: bool) -> Iterator[list
 
     Args:
         padded: rows of similar length lie together, and a row takes as many places as the longest beside it.
-            Otherwise those of a group do, and their prompt takes its places once, and half of them again for each row
-            more: attention keeps a copy of it for every row, which would be most of the memory where prompts are long.
+            Otherwise those of a group do, and their prompt takes its places once, and half of them again for each
+            row more: attention keeps a copy of it for every row, most of the memory where prompts are long.
     """
     packed: list[Row] = []
     places = 0
