@@ -70,7 +70,7 @@ def batches(path: Path, names: Sequence[str]) -> Iterator[list[list[Any]]]:
             _parquet_batches(path, names) if path.suffix == ".parquet" else _arrow_batches(path, names)
         ):
             yield [_values(batch, name) for name in names]
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
 
 
@@ -93,7 +93,9 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _parquet(folder: Path) -> dict[str, list[Path]]:
-    found = sorted(islice(folder.rglob("*.parquet"), _MAX_FILES + 1))
+    # Regular files alone: to open a pipe is to wait for its other end.
+    regular = (path for path in folder.rglob("*.parquet") if path.is_file())
+    found = sorted(islice(regular, _MAX_FILES + 1))
     if len(found) > _MAX_FILES:
         raise SettingsError(f"{folder} holds more than {_MAX_FILES} parquet files")
     if not found:

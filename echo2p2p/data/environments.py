@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class EnvironmentProcess:
         self._closed = True
         process = self._process
         if process is not None:
-            process.kill()  # outside the lock: a call in progress holds it, and fails now
+            _kill(process)  # outside the lock: a call in progress holds it, and fails now
         with self._lock:
             self._end()
 
@@ -140,9 +141,15 @@ class EnvironmentProcess:
             channel.close()
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            process.kill()
+        _kill(process)
         process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With what it has started: it leads a session. Its number is its own until it has been waited for."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class EnvironmentTask:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.task import TRAIN
-from echo2p2p.data.trajectory import Trajectory
+from echo2p2p.data.trajectory import MAX_REWARD, Trajectory
 from echo2p2p.errors import RewardFailed
 
 
@@ -64,8 +64,11 @@ def score_sample(sample: Trajectory, scorer: Scorer, index: int, split: str = TR
     """The reward of ``sample``, and whether it could not be computed and is 0 for that."""
     try:
         if not sample.turns:
-            return scorer.reward(index, sample.completion, split), False
-        turns = [sample.completion[start:end] for start, end in sample.spans()[::2]]
-        return scorer.episode_reward(index, turns, split), False
+            reward = scorer.reward(index, sample.completion, split)
+        else:
+            turns = [sample.completion[start:end] for start, end in sample.spans()[::2]]
+            reward = scorer.episode_reward(index, turns, split)
     except RewardFailed:
         return 0.0, True
+    # Anything else, a NaN too, would cost the worker that sends it its session.
+    return (reward, False) if abs(reward) <= MAX_REWARD else (0.0, True)

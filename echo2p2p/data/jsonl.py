@@ -58,7 +58,10 @@ def _read(path: Path, asking: Asking) -> Rows:
                     f"{path}, line {number}: no object with {asking.question!r} and {asking.answer!r}: {error!r}",
                     hint="name the fields with the options question and answer",
                 ) from error
-            rows.append(question, asking.wanted(answer))
+            try:
+                rows.append(question, asking.wanted(answer))
+            except SettingsError as error:
+                raise SettingsError(f"{path}, line {number}: {error.message}", hint=error.hint) from error
     return rows
 
 

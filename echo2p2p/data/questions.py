@@ -52,8 +52,11 @@ class Rows:
         self.close = weakref.finalize(self, os.close, file)
 
     def append(self, question: str, answer: str) -> None:
-        """Add one. Raises SettingsError if it is too long, or the disk is full."""
+        """Add one. Raises SettingsError if it is empty, no text or too long, or the disk is full."""
+        if not question:
+            raise SettingsError("the question is empty")
         if isinstance(question, Conversation):
+            _encoded(question)
             asked = _CONVERSATION + json.dumps(question.messages).encode()
         else:
             asked = _TEXT + _encoded(question)
@@ -235,8 +238,11 @@ class QuestionTask:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # JSON may spell half a pair
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # JSON may spell half a pair, and no tokenizer takes it
+        raise SettingsError("a question or answer holds half a character") from error
 
 
 def _decoded(text: bytes) -> str:
-    return text.decode("utf-8", "surrogatepass")
+    return text.decode()

@@ -12,6 +12,7 @@ import json
 import math
 import queue
 import shutil
+import subprocess
 import tempfile
 import weakref
 from contextlib import suppress
@@ -70,7 +71,7 @@ class Sandbox:
         self._closed = False
         # Libraries make folders for their caches; without a home of its own they would make them anywhere.
         self._home = tempfile.mkdtemp(prefix="echo2p2p-reward-")
-        self._remove_home = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
+        self._remove_home = weakref.finalize(self, _remove, self._home)
         confinement = Confinement(
             f"{self.path.resolve()}:{name}",
             self._home,
@@ -198,3 +199,11 @@ def file_digest(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> str:
                 raise SettingsError(f"{path} is larger than {max_bytes} bytes")
             hasher.update(block)
     return hasher.hexdigest()
+
+
+def _remove(folder: str) -> None:
+    """``folder`` with all that is in it, however deep."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["/bin/rm", "-rf", "--", folder], check=False, capture_output=True)

@@ -2,8 +2,8 @@
 
 Usage: sandbox_child.py CHANNEL LIFELINE TARGET MEMORY_BYTES HOME READABLE…, with CHANNEL one end of a socket pair and
 LIFELINE of a pipe. TARGET is ``path.py:function`` and is loaded once. Then every line that comes is a JSON list of
-arguments, and every line that goes back is ``{"value": …}`` or ``{"error": "…"}``; the first one says that the
-function was loaded, and what of the jail could not be had here.
+arguments, and every line that goes back is its number, a space, and ``{"value": …}`` or ``{"error": "…"}``; number 0
+says that the function was loaded, and what of the jail could not be had here.
 
 Before the function's module is loaded the process is confined (``jail.py``): it ends with the node, with whatever it
 has started. How long a call may take is the node's to say.
@@ -73,13 +73,13 @@ def main() -> None:
         functions.append(load_function(target))
         return list(missing)
 
-    channel.sendall(answer(ready))
+    channel.sendall(b"0 " + answer(ready))
     if not functions:
         return
     with channel.makefile("rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             arguments = json.loads(line)
-            channel.sendall(answer(lambda: functions[0](*arguments)))  # noqa: B023 - called at once
+            channel.sendall(b"%d " % number + answer(lambda: functions[0](*arguments)))  # noqa: B023 - called at once
     os._exit(0)  # threads that a reward left behind end with it
 
 

@@ -58,6 +58,7 @@ class SandboxProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._lifeline: BinaryIO | None = None
+        self._exchanged = 0
 
     @property
     def runs(self) -> bool:
@@ -98,6 +99,7 @@ class SandboxProcess:
         finally:
             theirs.close()
             os.close(watched)
+        self._exchanged = 0
         said = self.exchange(b"", given.start_s)
         if "error" in said:
             self.end()
@@ -122,7 +124,11 @@ class SandboxProcess:
                 received += part
                 if not part or len(received) > _MAX_ANSWER_BYTES:
                     raise RewardFailed(self._died())
-            answer = json.loads(received)
+            number, _, text = received.partition(b" ")
+            # A function that writes to the socket itself must not shift the answers of those that come after.
+            if number != b"%d" % self._exchanged:
+                raise RewardFailed(self._died())
+            answer = json.loads(text)
         except TimeoutError as error:
             self.end()
             raise RewardFailed(f"{self._name} did not answer within {seconds:g} s") from error
@@ -130,6 +136,7 @@ class SandboxProcess:
             raise RewardFailed(self._died()) from error
         if not isinstance(answer, dict):
             raise RewardFailed(self._died())
+        self._exchanged += 1
         return answer
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**24)]
 TurnLength = Annotated[int, Meta(ge=1, le=2**20)]
 MAX_TURNS = 1023
 """Of model and environment together."""
+MAX_REWARD = 1e6
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     logprobs: Annotated[bytes, Meta(max_length=2**22)]
     version_min: Annotated[int, Meta(ge=0, le=2**53)]
     version_max: Annotated[int, Meta(ge=0, le=2**53)]
-    reward: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    reward: Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
     finish: Annotated[str, Meta(pattern=r"^(stop|length)\Z")]
     turns: Annotated[list[TurnLength], Meta(max_length=MAX_TURNS)] = []
     failed: bool = False

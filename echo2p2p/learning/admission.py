@@ -89,7 +89,7 @@ def check_contents(
     """The expensive part: everything that can be recomputed from the prompt's index. Safe off the loop.
 
     Args:
-        is_over: asked before each sample is scored; True ends it.
+        is_over: asked before each sample is replayed and before it is scored; True ends it.
 
     Returns:
         The group with its rewards as recomputed (a tolerance must not become an advantage), or why not.
@@ -107,6 +107,9 @@ def check_contents(
                 return Refusal.TOKENS
             if not plausible_logprobs(sample):
                 return Refusal.LOGPROBS
+            # What an environment says to a turn may take as long as a reward does.
+            if scorer.max_turns > 1 and is_over():
+                return Refusal.COSTLY
             if not is_replayed(sample, scorer, group.index, budget=max_new_tokens):
                 return Refusal.TURNS
             if not ends_as_said(sample, scorer, max_new_tokens=max_new_tokens):

@@ -94,7 +94,8 @@ def pack(rows: Sequence[Row], max_tokens: int, *, padded: bool) -> Iterator[list
 
     Args:
         padded: rows of similar length lie together, and a row takes as many places as the longest beside it.
-            Otherwise those of a group do, and their prompt takes its places once.
+            Otherwise those of a group do, and their prompt takes its places once, and half of them again for each
+            row more: attention keeps a copy of it for every row, most of the memory where prompts are long.
     """
     packed: list[Row] = []
     places = 0
@@ -103,7 +104,7 @@ def pack(rows: Sequence[Row], max_tokens: int, *, padded: bool) -> Iterator[list
         if packed and padded:
             added = packed[0].length
         elif packed and packed[-1].group == row.group:
-            added -= len(row.prompt)
+            added -= len(row.prompt) // 2
         if packed and places + added > max_tokens:
             yield packed
             packed, places, added = [], 0, row.length

@@ -307,7 +307,7 @@ class Dispatcher:
         samples = len(group.samples)
         limit_s = self._costs.limit_s(session.peer, samples, self._clock.monotonic())
         check = Check(self._clock.monotonic, limit_s)
-        verified: Group | Refusal = Refusal.COSTLY
+        verified: Group | Refusal = Refusal.TASK
         try:
             verified = await self._clock.offload(
                 lambda: check_contents(
@@ -320,7 +320,7 @@ class Dispatcher:
             )
         finally:
             check.give_up()  # a session that ends leaves its thread at the next sample
-            refused = isinstance(verified, Refusal)
+            refused = isinstance(verified, Refusal) and verified is not Refusal.COSTLY
             self._costs.charge(session.peer, check.seconds, samples, self._clock.monotonic(), refused=refused)
         return verified
 

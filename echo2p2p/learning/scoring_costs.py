@@ -15,7 +15,8 @@ from collections.abc import Callable
 from echo2p2p.swarm.identity import PeerId
 
 TIMES_USUAL = 4.0
-"""A sample may take so many times what it takes for a worker that is cheaper than three quarters of the others."""
+"""A sample may take so many times what it takes for the middle one of the others, the dearer of two. So the fewer
+decide nothing, neither those who are dear nor those who are cheap to have the others refused."""
 ALWAYS_ALLOWED_S = 0.05
 """And so many seconds in any case."""
 BURST_S = 5.0
@@ -46,7 +47,9 @@ class ScoringCosts:
         return samples * self._usual(worker) + max(0.0, BURST_S - self._debt(worker, now))
 
     def charge(self, worker: PeerId, seconds: float, samples: int, now: float, *, refused: bool) -> None:
-        """A group of ``worker`` took ``seconds``. One that was ``refused`` says nothing of what is usual."""
+        """A group of ``worker`` took ``seconds``. One that was ``refused`` for what is in it says nothing of what is
+        usual. One that was for its cost does, or a dear task would be measured by those alone for whom it is cheap.
+        """
         debt = self._debt(worker, now) + max(0.0, seconds - samples * self._usual(worker))
         self._debts.pop(worker, None)
         self._debts[worker] = (debt, now)
@@ -68,7 +71,7 @@ class ScoringCosts:
         others = len(self._sorted) - (own is not None)
         if not others:
             return math.inf
-        at = (others - 1) // 4
+        at = others // 2
         if own is not None and bisect_left(self._sorted, own) <= at:
             at += 1  # its own is among the cheaper ones, and does not count
         return max(ALWAYS_ALLOWED_S, TIMES_USUAL * self._sorted[at])

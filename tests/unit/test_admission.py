@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from echo2p2p.data.episode import score_sample
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.errors import ProtocolError, TaskError
 from echo2p2p.learning.admission import Refusal, check_claim, check_contents, ends_as_said
@@ -211,3 +212,36 @@ def test_a_group_that_is_over_its_time_is_refused_before_the_next_sample():
     told = check_contents(honest(), scorer=SCORER, n_samples=2, max_new_tokens=4, is_over=is_over)
     assert told is Refusal.COSTLY
     assert len(asked) == 2
+
+
+def test_what_an_environment_takes_to_answer_counts_as_well():
+    class Turns(Stopping):
+        max_turns, turn_tokens = 2, 4
+
+        def respond(self, *_):
+            raise AssertionError("it is asked although the time is over")
+
+    group = honest()
+    told = check_contents(
+        msgspec.structs.replace(
+            group,
+            samples=[
+                msgspec.structs.replace(sample, turns=[len(sample.completion)]) for sample in group.samples
+            ],
+        ),
+        scorer=Turns(),
+        n_samples=2,
+        max_new_tokens=4,
+        is_over=lambda: True,
+    )
+    assert told is Refusal.COSTLY
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e7, -1e7])
+def test_a_reward_that_no_message_can_hold_counts_as_none(reward):
+    class Odd(type(SCORER)):
+        def reward(self, *_, **__):
+            return reward
+
+    (sample, *_) = honest().samples
+    assert score_sample(sample, Odd(), 0) == (0.0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -183,3 +184,29 @@ def test_a_saved_folder_cannot_lead_out_of_itself(tmp_path):
     (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../elsewhere.arrow"}]}')
     with pytest.raises(SettingsError, match="there is no file"):
         made(tmp_path / "saved")
+
+
+def test_a_pipe_and_text_that_is_none_hold_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / "train.parquet")
+    with pytest.raises(SettingsError, match="holds no data set"):
+        make_task("dataset", options={"path": str(tmp_path), "score": "exact"})
+    (tmp_path / "train.parquet").unlink()
+    offsets, data = pa.py_buffer(bytes(8) + (2).to_bytes(4, "little")), pa.py_buffer(b"\xff\xfe")
+    no_text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, data])
+    parquet.write_table(pa.table({"question": no_text, "answer": no_text}), tmp_path / "train.parquet")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        make_task("dataset", options={"path": str(tmp_path), "score": "exact"})
+
+
+def test_an_empty_question_is_named_before_anybody_asks_it(tmp_path):
+    parquet.write_table(pa.table({"question": ["a", ""], "answer": ["1", "2"]}), tmp_path / "train.parquet")
+    with pytest.raises(SettingsError, match="row 1: the question is empty"):
+        make_task("dataset", options={"path": str(tmp_path), "score": "exact"})
+
+
+@pytest.mark.parametrize(("question", "said"), [("", "is empty"), ("\ud800", "holds half a character")])
+def test_a_line_that_cannot_be_asked_is_named(tmp_path, question, said):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"question": question, "answer": "1"}))
+    with pytest.raises(SettingsError, match=f"line 1: .* {said}"):
+        make_task("jsonl", options={"path": str(path), "score": "exact"})

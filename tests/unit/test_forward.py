@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, make_architecture
 from policies import make_groups
 
 from echo2p2p.learning import forward, head
-from echo2p2p.learning.batching import pack, rows_of
+from echo2p2p.learning.batching import Row, pack, rows_of
 from echo2p2p.learning.head import head_logprobs
 from echo2p2p.learning.objective import chosen_logprobs
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
@@ -135,3 +136,10 @@ def test_packs_hold_the_budget_in_tokens_or_in_places() -> None:
             tokens = sum(prompts.values()) + sum(len(row.completion) - 1 for row in packed)
             assert (max(lengths) * len(lengths) if padded else tokens) <= 24
     assert [len(packed) for packed in pack(rows, 1, padded=False)] == [1] * len(rows)
+
+
+def test_attention_s_copies_of_a_long_prompt_count() -> None:
+    logprobs, trained = np.zeros(50, np.float32), np.ones(50, bool)
+    rows = [Row([1] * 4000, [2] * 50, logprobs, trained, 0.0, 0.0, 0) for _ in range(64)]
+    for packed in pack(rows, 16384, padded=False):
+        assert sum(row.length for row in packed) <= 2 * 16384

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,17 @@ def score(what, argument, _):
             time.sleep(600)
     if what == "run":
         return float(subprocess.run(["/bin/echo", "3"], capture_output=True, text=True).stdout)
-    return 0
+    if what == "forge":
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                socket.socket(fileno=os.dup(fd)).send(argument.encode())
+            except OSError:
+                pass
+    if what == "dig":
+        for _ in range(2000):
+            os.mkdir("deep")
+            os.chdir("deep")
+    return float(argument) if what == "say" else 0
 """
 WITHOUT = """
 import importlib.util
@@ -196,3 +207,20 @@ def test_nothing_of_it_outlives_a_node_that_is_killed(reward):
         os.sched_yield()
     Path(home).rmdir()
     assert left_of(started) == []
+
+
+@pytest.mark.parametrize("line", ['{"value": 9}\n', '1 {"value": 9}\n'])
+def test_what_a_reward_writes_to_the_node_itself_does_not_shift_later_answers(sandbox, line):
+    with suppress(RewardFailed):
+        sandbox.call("forge", line, "")
+    for value in ("5", "6", "7"):
+        with suppress(RewardFailed):
+            assert sandbox.call("say", value, "") == float(value)
+    assert sandbox.call("say", "8", "") == 8
+
+
+def test_a_home_is_removed_however_deep_it_is(sandbox):
+    with suppress(RewardFailed):  # the machine may be slow
+        sandbox.call("dig", "", "")
+    sandbox.close()
+    assert not Path(sandbox._home).exists()

@@ -113,12 +113,31 @@ def test_what_one_worker_costs_beyond_the_others_is_lent_and_comes_back_slowly()
     assert costs.wait_s("a", 0.0) == 0
 
 
-def test_three_liars_of_four_do_not_decide_what_is_usual():
+def test_three_dear_workers_of_seven_do_not_decide_what_is_usual():
     costs = ScoringCosts()
-    costs.charge("honest", 0.01, 16, 0.0, refused=False)
+    for honest in "defg":
+        costs.charge(honest, 0.01, 16, 0.0, refused=False)
     for liar in "abc":
         costs.charge(liar, 16 * POISON_S, 16, 0.0, refused=False)
         assert costs.wait_s(liar, 0.0) > 0
+
+
+@pytest.mark.parametrize(("honest", "cheap"), [(2, 1), (4, 1), (4, 3), (8, 3)])
+def test_cheap_workers_do_not_have_the_others_refused_where_a_task_is_dear(honest, cheap):
+    costs, each, n_refused = ScoringCosts(), 0.5, 0
+    for round_ in range(60):
+        now = 20.0 * round_
+        for number in range(cheap):
+            costs.charge(f"cheap-{number}", 0.001, 16, now, refused=False)
+        for number in range(honest):
+            worker = f"honest-{number}"
+            if costs.wait_s(worker, now):
+                n_refused += 1
+                continue
+            limit = costs.limit_s(worker, 16, now)
+            n_refused += limit < 16 * each
+            costs.charge(worker, min(limit, 16 * each), 16, now, refused=False)
+    assert n_refused <= 2 * honest
 
 
 def test_a_check_ends_at_its_limit_or_when_nobody_waits_for_it():

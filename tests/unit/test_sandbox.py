@@ -54,7 +54,7 @@ def score(prompt, completion, answer):
     if completion == "deep":
         os.write(int(sys.argv[1]), b"[" * 60000 + b"\\n")
     if completion == "huge":
-        os.write(int(sys.argv[1]), b'{"value": 1' + b"0" * 400 + b"}\\n")
+        os.write(int(sys.argv[1]), b'1 {"value": 1' + b"0" * 400 + b"}\\n")
         time.sleep(9)
     if completion == "texts":
         return ["a", "b"]
