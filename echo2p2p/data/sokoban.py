@@ -6,8 +6,8 @@ the share of boxes on goals; default: only for all of them).
 
 A turn's moves are its letters L, R, U and D; everything else in it is passed over.
 
-Small rooms repeat, and a policy can learn them by heart: 1,500 prompts hold 452 different rooms by default, 1,214 with
-6 × 6 squares and a scramble of 20, 1,492 with two boxes and a scramble of 24.
+Small rooms repeat, and a policy can learn them by heart: 1,500 prompts hold 452 different rooms by default, 1,214
+with 6 × 6 squares and a scramble of 20, 1,492 with two boxes and a scramble of 24.
 """
 
 from __future__ import annotations
