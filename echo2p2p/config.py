@@ -198,7 +198,8 @@ class LearnerSettings(Section):
     )
     kappa: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         None,
-        description="publish every κ steps, or as often as versions can arrive if that is less; empty: max(1, S − 1)",
+        description="publish every κ steps, or as often as versions can arrive if that is less; at most S + 1; "
+        "empty: max(1, S − 1)",
     )
     publish: Literal["period", "adaptive"] = Field(
         "period",
@@ -273,6 +274,15 @@ class LearnerSettings(Section):
         if self.is_sequential:
             return 1
         return self.kappa if self.kappa is not None else default_kappa(self.staleness)
+
+    def check_period(self) -> None:
+        """Raises SettingsError if κ outlasts the window: training would wait for a version that never comes."""
+        period, longest = self.publication_period, self.staleness + 1
+        if self.publish == "period" and not self.is_sequential and period > longest:
+            raise SettingsError(
+                f"learner.kappa = {period} is more than S + 1 = {longest}: training would stand still",
+                hint="lower learner.kappa, or raise learner.staleness",
+            )
 
     @property
     def rollouts_per_step(self) -> int:

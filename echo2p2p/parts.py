@@ -42,7 +42,12 @@ def torch_device(wanted: str) -> str:
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise SettingsError(f"there is no GPU for device {wanted!r}", hint="use device auto or cpu")
     if wanted != "auto":
-        return wanted
+        try:
+            return str(torch.device(wanted))
+        except RuntimeError:
+            raise SettingsError(
+                f"torch knows no device {wanted!r}", hint="use device auto, cpu, cuda or cuda:1"
+            ) from None
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -56,7 +61,7 @@ def load_policy(
         VerificationError: the checkpoint is not of this policy.
     """
     from echo2p2p.data.chosen import choose
-    from echo2p2p.data.policy import DTYPES
+    from echo2p2p.data.policy import DTYPES, load_config, max_positions
     from echo2p2p.learning.ranks import Ranks, is_started_by_torchrun
     from echo2p2p.learning.sharded import ShardedTrainer
     from echo2p2p.learning.trainer import GRPOTrainer
@@ -64,6 +69,13 @@ def load_policy(
 
     folder = settings.policy.path or SEED_POLICY
     chosen = trainer_settings(settings)
+    positions = max_positions(load_config(folder))
+    if settings.learner.max_new_tokens >= positions:
+        raise SettingsError(
+            f"learner.max_new_tokens = {settings.learner.max_new_tokens} leaves a prompt no room in the "
+            f"{positions} positions of the policy {folder}",
+            hint="lower it, or choose another policy",
+        )
     trainer: GRPOTrainer
     if is_started_by_torchrun():
         trainer = ShardedTrainer(folder, chosen, Ranks(chosen.device))

@@ -60,6 +60,7 @@ def command(
         policy={"path": policy},
         **{"": {"name": name, "run_dir": run_dir}},
     )
+    settings.learner.check_period()
     if dry_run:
         print_settings(settings, layered)
         return

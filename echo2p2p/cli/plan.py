@@ -179,15 +179,25 @@ def _parse_prices(file: Path) -> list[Candidate]:
             raise SettingsError(f"{file} lacks the column {', '.join(sorted(missing))}")
         for row in reader:
             try:
-                price, mu, count = (
-                    float(row["price_per_hour"]),
-                    float(row["rollouts_per_s"]),
-                    int(row.get("count") or 1),
-                )
-                if not (0 <= price < 1e9 and 0 <= mu < 1e9 and 1 <= count <= 100_000):
-                    raise ValueError("out of bounds")
-            except (ValueError, TypeError) as error:
+                price = _number(row, "price_per_hour", float, 0, 1e9)
+                mu = _number(row, "rollouts_per_s", float, 0, 1e9)
+                count = int(_number(row, "count", int, 1, 100_000)) if row.get("count") else 1
+            except ValueError as error:
                 raise SettingsError(f"{file} line {reader.line_num}: {error}") from None
             names = [row["worker"]] if count == 1 else [f"{row['worker']}-{i + 1}" for i in range(count)]
             found += [Candidate(name, price, mu) for name in names]
+    return found
+
+
+def _number(
+    row: dict[str, Any], column: str, kind: type[int] | type[float], low: float, high: float
+) -> float:
+    """Raises ValueError, naming the column, its value and what is allowed."""
+    try:
+        found = kind(row[column])
+    except (ValueError, TypeError):
+        found = None
+    if found is None or not low <= found <= high:
+        what = "whole number" if kind is int else "number"
+        raise ValueError(f"{column} = {row[column]!r} is no {what} from {low:g} to {high:g}")
     return found

@@ -175,7 +175,7 @@ def build(spec: TaskSpec, own: TaskChoice) -> Task:
             raise SettingsError(
                 f"the learner's {name} of task {spec.name} is {_shown(spec.pins.get(name))}, "
                 f"this worker's is {_shown(held.get(name))}",
-                hint="both need the same",
+                hint="both need the same; 16 hexadecimal digits are the digest of what a file holds",
             )
     return task
 

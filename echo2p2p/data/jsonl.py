@@ -52,8 +52,14 @@ def _read(path: Path, asking: Asking) -> Rows:
                 continue
             try:
                 row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise SettingsError(
+                    f"{path}, line {number} is no JSON",
+                    hint="one object a line; task.name = 'dataset' reads parquet",
+                ) from error
+            try:
                 question, answer = str(row[asking.question]), str(row[asking.answer])
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (TypeError, KeyError) as error:
                 raise SettingsError(
                     f"{path}, line {number}: no object with {asking.question!r} and {asking.answer!r}: {error!r}",
                     hint="name the fields with the options question and answer",

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.swarm.messages import PROTOCOL_VERSION
-from echo2p2p.swarm.records import NonNegative, Version
+from echo2p2p.swarm.records import NonNegative, TaskName, Version
 
 WORK_PROTOCOL = "work"
 MAX_ARRIVALS = 64
@@ -32,7 +32,6 @@ MAX_SOURCES = 4096
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Text = Annotated[str, Meta(max_length=512)]
-TaskName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?\Z")]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 

@@ -265,6 +265,7 @@ class Worker:
 
     async def _follow_versions(self) -> None:
         """Fetch and stage the newest version that has been announced, again and again."""
+        failed: int | None = None
         while True:
             await self._new_head.wait()
             self._new_head.clear()
@@ -294,7 +295,9 @@ class Worker:
                 self._new_head.set()
                 continue
             except (SwarmError, VerificationError, ResourceError) as error:
-                log.warning("version %d could not be fetched, trying again: %s", record.version, error)
+                level = logging.DEBUG if record.version == failed else logging.WARNING
+                log.log(level, "version %d could not be fetched, trying again: %s", record.version, error)
+                failed = record.version
                 await asyncio.sleep(FETCH_RETRY_S)
                 self._new_head.set()
                 continue

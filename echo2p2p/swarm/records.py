@@ -36,6 +36,8 @@ _DOMAIN = b"echo2p2p/1/record"
 # Patterns end in \Z, not $: that one lets a line break at the end through.
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A name that people chose; nothing in it needs escaping anywhere."""
+TaskName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?\Z")]
+"""A registered task, or ``module:Factory``."""
 GpuName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+()/-]{0,63}\Z")]
 NonNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
@@ -77,7 +79,7 @@ class LearnerRecord(msgspec.Struct, frozen=True, tag="learner"):
     ``mode`` is async or sequential.
     """
 
-    task: Name
+    task: TaskName
     mode: Annotated[str, Meta(pattern=r"^(async|sequential)\Z")]
     staleness: Annotated[int, Meta(ge=0, le=10_000)]
     kappa: Annotated[int, Meta(ge=1, le=10_000)]
@@ -109,7 +111,7 @@ class RunRecord(msgspec.Struct, frozen=True, tag="run"):
     """That a run exists; stored under one key for the whole swarm, so that a person can find it."""
 
     run: Annotated[str, Meta(max_length=130)]
-    task: Name
+    task: TaskName
 
 
 Body = WorkerAdvert | LearnerRecord | ManifestRecord | RunRecord

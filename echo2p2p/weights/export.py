@@ -46,7 +46,9 @@ def export_version(
         VerificationError: what it holds is not what the learner signed.
     """
     if not store_dir.is_dir():
-        raise SettingsError(f"{store_dir} is not a chunk store")
+        raise SettingsError(
+            f"there is no chunk store {store_dir}", hint="name the folder of a learner or worker that has run"
+        )
     store = DiskStore(store_dir)
     bodies = store.manifests()
     wanted = [version] if version is not None else sorted(bodies, reverse=True)

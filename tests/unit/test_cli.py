@@ -159,6 +159,13 @@ def test_the_shipped_bootstrap_lines_are_right(line, monkeypatch, capsys):
     ("arguments", "code", "says"),
     [
         (["learner", "--set", "learner.nope=1"], 3, "learner.nope is not a setting"),
+        (["learner", "--dry-run", "--set", "learner.kappa=5"], 3, "learner.kappa = 5 is more than S + 1 = 4"),
+        (
+            ["plan", "p.csv", "-R", "1", "--t-train", "1", "--t-bcast", "0"],
+            3,
+            "price_per_hour = 'cheap' is no",
+        ),
+        (["export", "latest", "out", "--run-dir", "."], 3, "there is no chunk store store (name the folder"),
         (["worker"], 2, "--run"),
         (["nonsense"], 2, "nonsense"),
         (["plan", "-R", "1", "--t-train", "1", "--t-bcast", "0"], 2, "PRICES"),
@@ -189,6 +196,7 @@ def test_bad_input_gets_one_clear_line_and_its_exit_code(
     arguments, code, says, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "broken.toml").write_text("[learner\n")
+    (tmp_path / "p.csv").write_text("worker,price_per_hour,rollouts_per_s\na,cheap,2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["echo2p2p", *arguments])
     with pytest.raises(SystemExit) as ended:

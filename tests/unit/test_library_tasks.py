@@ -160,6 +160,16 @@ def test_a_worker_needs_the_learner_s_file_wherever_it_lies(questions, tmp_path)
         build(spec, own)
 
 
+def test_a_file_that_is_no_json_is_named_without_its_bytes(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1\x15\xec\n")
+    with pytest.raises(SettingsError, match=r"rows\.parquet, line 1 is no JSON \(.*'dataset' reads parquet"):
+        choose(TaskSettings(name="jsonl", options=options(path, score="exact")))
+    path.write_text('{"q": "1+1"}\n')
+    with pytest.raises(SettingsError, match="line 1: no object with"):
+        choose(TaskSettings(name="jsonl", options=options(path, score="exact")))
+
+
 def test_a_worker_opens_no_file_that_only_the_learner_names(questions):
     spec, _ = choose(TaskSettings(name="jsonl", options=options(questions, score="exact")))
     staged = TaskSpec("jsonl", 0, {}, stages=[Stage(8, dict(spec.options))], pins=spec.pins)

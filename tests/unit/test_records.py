@@ -42,6 +42,8 @@ EVERY_KIND: list[tuple[Identity, str, Body]] = [
     (LEARNER, KEYS.learner, STATE),
     (LEARNER, KEYS.manifest, MANIFEST),
     (LEARNER, Keys.RUNS, ANNOUNCED),
+    (LEARNER, KEYS.learner, msgspec.structs.replace(STATE, task="my_tasks.parity:Parity")),
+    (LEARNER, Keys.RUNS, RunRecord(RUN, "my_tasks.parity:Parity")),
 ]
 
 
@@ -190,6 +192,11 @@ def test_an_oversized_record_is_neither_made_nor_believed() -> None:
 def test_a_genuinely_signed_claim_out_of_bounds_is_refused(change: dict[str, object]) -> None:
     body = msgspec.structs.replace(ADVERT, **change)
     refused(sealed(WORKER, KEYS.worker(WORKER.peer_id), body), WORKER.peer_id)
+
+
+@pytest.mark.parametrize("task", ["", "a b", "a:", "a:b:C", "a:b\n", "../x:Y", "x" * 129])
+def test_a_task_that_has_no_such_name_is_refused(task: str) -> None:
+    refused(sealed(LEARNER, Keys.RUNS, RunRecord(RUN, task)), LEARNER.peer_id)
 
 
 @pytest.mark.parametrize(
