@@ -224,7 +224,7 @@ class LearnerSettings(Section):
         1.0, description="sample from the likeliest tokens that have this probability together"
     )
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = Field(
-        256, description="longest completion, in tokens; of an episode, all turns together"
+        128, description="longest completion, in tokens; of an episode, all turns together"
     )
     lease_s: Positive = Field(60, description="how long leased prompts are one worker's alone")
     beat_period_s: Positive = Field(

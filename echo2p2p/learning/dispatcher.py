@@ -140,6 +140,7 @@ class Dispatcher:
         """Its leases stay open for one beat period, in case it was only the connection that went."""
         if self._sessions.get(session.peer) is session:
             del self._sessions[session.peer]
+            self._costs.left(session.peer)
             self._ledger.shorten(session.peer, self._clock.monotonic() + self._settings.beat_period_s)
         self._arrived.set()
 
@@ -320,7 +321,8 @@ class Dispatcher:
             )
         finally:
             check.give_up()  # a session that ends leaves its thread at the next sample
-            refused = isinstance(verified, Refusal) and verified is not Refusal.COSTLY
+            gone = self._sessions.get(session.peer) is not session
+            refused = gone or (isinstance(verified, Refusal) and verified is not Refusal.COSTLY)
             self._costs.charge(session.peer, check.seconds, samples, self._clock.monotonic(), refused=refused)
         return verified
 

@@ -46,9 +46,14 @@ class ScoringCosts:
         """What a group of ``worker`` may take; infinite where there is nobody to compare it with."""
         return samples * self._usual(worker) + max(0.0, BURST_S - self._debt(worker, now))
 
+    def left(self, worker: PeerId) -> None:
+        """It says nothing any more of what is usual; what it owes stays."""
+        self._set(worker, None)
+
     def charge(self, worker: PeerId, seconds: float, samples: int, now: float, *, refused: bool) -> None:
-        """A group of ``worker`` took ``seconds``. One that was ``refused`` for what is in it says nothing of what is
-        usual. One that was for its cost does, or a dear task would be measured by those alone for whom it is cheap.
+        """A group of ``worker`` took ``seconds``. One that was ``refused`` for what is in it, or came of somebody who
+        has left, says nothing of what is usual. One that was for its cost does, or a dear task would be measured by
+        those alone for whom it is cheap.
         """
         debt = self._debt(worker, now) + max(0.0, seconds - samples * self._usual(worker))
         self._debts.pop(worker, None)

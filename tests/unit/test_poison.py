@@ -89,6 +89,8 @@ def test_math_verify_is_not_held_by_what_is_out_of_bounds_and_is_ended_by_what_i
 def test_a_worker_without_others_is_compared_with_nobody():
     costs = ScoringCosts()
     assert costs.limit_s("only", 4, 0.0) == float("inf")
+    costs.charge("gone", 0.01, 4, 0.0, refused=False)
+    costs.left("gone")
     costs.charge("only", 1000.0, 4, 0.0, refused=False)
     assert costs.wait_s("only", 0.0) == 0
 
