@@ -13,7 +13,9 @@ from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
 
 EVENTS = SimpleNamespace(emit=lambda *_, **__: None)
-LEARNER = LearnerSettings(staleness=4, prompts_per_step=8, samples_per_prompt=2, lease_s=60)
+LEARNER = LearnerSettings(
+    max_new_tokens=256, staleness=4, prompts_per_step=8, samples_per_prompt=2, lease_s=60
+)
 
 
 class Told(Session):
