@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -29,6 +28,7 @@ from packaging.version import Version
 
 from echo2p2p.data.conversation import Conversation
 from echo2p2p.data.draw import option
+from echo2p2p.data.lines import ask
 from echo2p2p.data.task import TRAIN, Task, register
 from echo2p2p.errors import RewardFailed, SettingsError
 
@@ -112,19 +112,8 @@ class EnvironmentProcess:
     def _exchange(self, line: bytes, seconds: float) -> Any:
         """Send ``line`` and read one answer; a process that does not answer in time is ended."""
         assert self._channel is not None
-        deadline = time.monotonic() + seconds
-        received = bytearray()
         try:
-            self._channel.settimeout(seconds)
-            self._channel.sendall(line)
-            while not received.endswith(b"\n"):
-                self._channel.settimeout(max(0.001, deadline - time.monotonic()))
-                part = self._channel.recv(2**16)
-                received += part
-                if not part or len(received) > _MAX_ANSWER_BYTES:
-                    self._end()
-                    raise RewardFailed(f"the process of {self._name} ended")
-            said = json.loads(received)
+            said = json.loads(ask(self._channel, line, seconds=seconds, max_bytes=_MAX_ANSWER_BYTES))
         except TimeoutError as error:
             self._end()
             raise RewardFailed(f"{self._name} did not answer within {seconds:g} s") from error

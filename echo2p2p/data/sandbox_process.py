@@ -9,20 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from echo2p2p.data.lines import ask
 from echo2p2p.errors import RewardFailed
 
 log = logging.getLogger("echo2p2p.sandbox")
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _MAX_ANSWER_BYTES = 2**20
-_PART_BYTES = 2**16
 _GRACE_S = 6.0
 """For the process in front to end everything behind it."""
 _LAST_BREATH_S = 0.05  # its end of the socket goes a moment before the process does
@@ -113,17 +112,8 @@ class SandboxProcess:
             RewardFailed: there was none in time, or nothing that could be one; the process is gone then.
         """
         assert self._channel is not None
-        deadline = time.monotonic() + seconds
-        received = bytearray()
         try:
-            self._channel.settimeout(seconds)
-            self._channel.sendall(line)
-            while not received.endswith(b"\n"):
-                self._channel.settimeout(max(0.001, deadline - time.monotonic()))
-                part = self._channel.recv(_PART_BYTES)
-                received += part
-                if not part or len(received) > _MAX_ANSWER_BYTES:
-                    raise RewardFailed(self._died())
+            received = ask(self._channel, line, seconds=seconds, max_bytes=_MAX_ANSWER_BYTES)
             number, _, text = received.partition(b" ")
             # A function that writes to the socket itself must not shift the answers of those that come after.
             if number != b"%d" % self._exchanged:

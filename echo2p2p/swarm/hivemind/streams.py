@@ -132,9 +132,10 @@ class SocketStream:
             return
         self._closing = True
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(yield_s):
-                    await self._read_to_the_end()
+            if yield_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(yield_s):
+                        await self._read_to_the_end()
             async with asyncio.timeout(self._limits.linger_s):
                 # Closing a socket that holds unread bytes resets it, and p2pd would drop what we wrote.
                 # So say that no more comes, and read until p2pd, having sent everything on, closes its end.
