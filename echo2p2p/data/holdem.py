@@ -13,10 +13,11 @@ turns do not suffice for is folded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 from echo2p2p.data.conversation import Message
 from echo2p2p.data.draw import Dice, draw, option, refuse_unknown
@@ -37,7 +38,11 @@ _BLINDS = (1, BIG_BLIND)
 _CARDS = tuple(rank + suit for rank in RANKS for suit in SUITS)
 _DEALT = 9
 _MAX_MOVES = 512
+_KEPT_HANDS = 8192
 _MOVE = re.compile(r"(fold|check|call|raise|bet|all-?in)(?:\s+(?:to\s+)?(\d{1,9}))?", re.IGNORECASE)
+
+Move: TypeAlias = tuple[str, int | None]
+"""A word, and to how many chips where that is said."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,21 @@ class Deal:
     @property
     def board(self) -> tuple[str, ...]:
         return self.cards[4:]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a hand stands.
+
+    Attributes:
+        told: what happened since the model's last move, and what it is asked.
+        over: nobody has to move any more.
+        chips: the model's, if it folds now.
+    """
+
+    told: str
+    over: bool
+    chips: int
 
 
 @dataclass(frozen=True)
@@ -75,8 +95,7 @@ class HoldemTask:
 
     def prompt(self, index: int, split: str = TRAIN) -> str:
         deal = self._deal(index, split)
-        hand, said = self._played(index, (), split)
-        return f"{_begin(self.stack, deal, deal.seat)}{said}{_ask(hand, deal.seat)}\n"
+        return f"{_begin(self.stack, deal, deal.seat)}{self._after(index, (), split).told}\n"
 
     def answer(self, index: int, split: str = TRAIN) -> str:
         """A move that is always possible; nobody knows the best one."""
@@ -87,16 +106,25 @@ class HoldemTask:
         return self.episode_reward(index, [completion], split)
 
     def respond(self, index: int, actions: Sequence[str], split: str = TRAIN) -> str | None:
-        hand, said = self._played(index, actions, split)
-        return f"\n{said}{_ask(hand, self._deal(index, split).seat)}\n" if hand.status else None
+        reached = self._after(index, tuple(map(_read, actions)), split)
+        return None if reached.over else f"\n{reached.told}\n"
 
     def episode_reward(self, index: int, actions: Sequence[str], split: str = TRAIN) -> float:
-        hand, _ = self._played(index, actions, split)
-        if hand.status and hand.actor_index is not None and hand.can_fold():
-            hand.fold()
+        reached = self._after(index, tuple(map(_read, actions)), split)
+        return (reached.chips - 2 * self.stack) / _BLINDS[1]
+
+    @cached_property
+    def _after(self) -> Callable[[int, tuple[Move, ...], str], Reached]:
+        """Kept, for the samples of a group make the same moves again and again."""
+        return lru_cache(_KEPT_HANDS)(self._reached)
+
+    def _reached(self, index: int, moves: tuple[Move, ...], split: str) -> Reached:
         seat = self._deal(index, split).seat
-        won = hand.stacks[seat] - 2 * self.stack
-        return float(won) / _BLINDS[1]
+        hand, said = self._played(index, moves, split)
+        told, over = f"{said}{_ask(hand, seat)}", not hand.status
+        if not over and hand.actor_index is not None and hand.can_fold():
+            hand.fold()
+        return Reached(told, over, int(hand.stacks[seat]))
 
     def _deal(self, index: int, split: str) -> Deal:
         def make(dice: Dice) -> Deal:
@@ -106,13 +134,13 @@ class HoldemTask:
 
         return draw("holdem", self.seed, split, index, make)
 
-    def _played(self, index: int, actions: Sequence[str], split: str) -> tuple[Any, str]:
-        """The hand after ``actions``, and what happened since the last of them."""
+    def _played(self, index: int, moves: Sequence[Move], split: str) -> tuple[Any, str]:
+        """The hand after ``moves``, and what happened since the last of them."""
         deal = self._deal(index, split)
         hand = _new_hand(2 * self.stack, deal)
         dice = Dice(f"echo2p2p holdem|{self.seed}|{split}|{index}|{self.opponent.name}")
         other = 1 - deal.seat
-        ahead, said = list(actions), ""
+        ahead, said = list(moves), ""
         heard, talk = "", [("user", _begin(self.stack, deal, other))]
         for _ in range(_MAX_MOVES):
             if not hand.status:
@@ -130,7 +158,7 @@ class HoldemTask:
                 talk = _told(talk, f"{heard}{_ask(hand, other)}\n")
                 move = self.opponent.move(Seen(hand, deal.hole(other), tuple(talk)), dice)
                 heard, talk = "", [*talk, ("assistant", move)]
-                said += f"Opponent: {_play(hand, move)}. "
+                said += f"Opponent: {_play(hand, _read(move))}. "
         return hand, said
 
 
@@ -164,15 +192,22 @@ def _deal_board(hand: Any, deal: Deal) -> None:
     hand.deal_board("".join(deal.board[shown : 3 if shown == 0 else shown + 1]))
 
 
-def _play(hand: Any, text: str) -> str:
-    """Make the move that ``text`` begins with, or the nearest that is possible; returns what was done."""
+def _read(text: str) -> Move:
+    """The first move in ``text``; the word is ``none`` where there is none."""
     found = _MOVE.search(text)
-    word = found.group(1).lower() if found else "none"
+    if found is None:
+        return "none", None
+    return found.group(1).lower(), int(found.group(2)) if found.group(2) else None
+
+
+def _play(hand: Any, move: Move) -> str:
+    """Make ``move``, or the nearest that is possible; returns what was done."""
+    word, to = move
     free = not hand.checking_or_calling_amount
     if word in ("raise", "bet", "all-in", "allin") and hand.can_complete_bet_or_raise_to():
         low = hand.min_completion_betting_or_raising_to_amount
         high = hand.max_completion_betting_or_raising_to_amount
-        wanted = int(found.group(2)) if found and found.group(2) else low
+        wanted = low if to is None else to
         amount = high if word in ("all-in", "allin") else max(low, min(high, wanted))
         hand.complete_bet_or_raise_to(amount)
         return f"raise {amount}"
