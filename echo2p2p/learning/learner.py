@@ -36,6 +36,7 @@ from echo2p2p.learning.status import (
     serve_status,
     worker_status,
 )
+from echo2p2p.learning.watch import PolicyWatch
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert
@@ -114,6 +115,7 @@ class Learner:
         self._state.check(run, self._task)
         self._departed = Departed()
         self._cadence = Cadence(options, self._state.step)
+        self._watch = PolicyWatch(options.staleness)
         self._sessions = WorkSessions(
             network,
             run,
@@ -308,6 +310,7 @@ class Learner:
         self._staleness_max = max(self._staleness_max, *histogram)
         self._dispatcher.version += 1
         self._steps_here += 1
+        self._watch.stepped(self.step, metrics)
         self._provisioner.account()
         n_tokens = sum(histogram.values())
         if metrics.get("trained_tokens", n_tokens):
