@@ -260,6 +260,11 @@ class LearnerSettings(Section):
     keep_journal: bool = Field(
         False, description="keep all of it, not only since the last checkpoint: the run can be trained again"
     )
+    audit_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05,
+        description="of the accepted groups, which the learner reads with its own policy; a worker whose tokens were "
+        "not drawn as it says is turned away. 0 reads none; with top_p below 1 none are read",
+    )
     threads: Annotated[int, Field(ge=0)] = Field(0, description="torch threads; 0 leaves it to torch")
     optimizer: OptimizerSettings = OptimizerSettings()
 

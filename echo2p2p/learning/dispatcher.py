@@ -44,6 +44,7 @@ REFUSALS_LOGGED = 100
 """Of one session; a worker that sends nothing but rubbish must not fill the disk with our complaints."""
 WAIT_REPORT_S = 30.0
 LEFT_THE_WINDOW = "left the window"
+FOUND_OUT = "of a worker that was found out"
 
 
 class Dispatcher:
@@ -381,6 +382,11 @@ class Dispatcher:
                     await self._arrived.wait()
             except TimeoutError:
                 pass
+
+    def discard(self, worker: str) -> None:
+        """What ``worker`` delivered and nobody has trained is of no use."""
+        for entry in self._replay.drop_of(worker):
+            self._drop(entry, FOUND_OUT)
 
     def trained(self, batch: list[Entry]) -> None:
         """The batch has become a step."""

@@ -36,7 +36,7 @@ from echo2p2p.learning.status import (
     serve_status,
     worker_status,
 )
-from echo2p2p.learning.watch import PolicyWatch
+from echo2p2p.learning.watch import Watch
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert
@@ -115,7 +115,6 @@ class Learner:
         self._state.check(run, self._task)
         self._departed = Departed()
         self._cadence = Cadence(options, self._state.step)
-        self._watch = PolicyWatch(options.staleness)
         self._sessions = WorkSessions(
             network,
             run,
@@ -123,6 +122,13 @@ class Learner:
             max_message_bytes=self._dispatcher.max_message_bytes,
             beat_period_s=options.beat_period_s,
             max_sessions=options.max_workers,
+        )
+        self._watch = Watch(
+            options,
+            trainer=trainer,
+            sessions=self._sessions,
+            dispatcher=self._dispatcher,
+            events=events,
         )
         self._provisioner = Provisioner(
             settings.provisioning,
@@ -299,6 +305,7 @@ class Learner:
     async def _one_step(self, batch: list[Entry], t_idle_s: float) -> None:
         """Train ``batch``. Never interrupted by :meth:`stop`: the trainer and the books move together."""
         started = self._clock.monotonic()
+        await self._watch.before(batch)
         metrics = await self._trainer.train([entry.group for entry in batch])
         t_train_s = self._clock.monotonic() - started
         self._t_idle_s += t_idle_s
@@ -310,7 +317,7 @@ class Learner:
         self._staleness_max = max(self._staleness_max, *histogram)
         self._dispatcher.version += 1
         self._steps_here += 1
-        self._watch.stepped(self.step, metrics)
+        self._watch.after(self.step, metrics)
         self._provisioner.account()
         n_tokens = sum(histogram.values())
         if metrics.get("trained_tokens", n_tokens):

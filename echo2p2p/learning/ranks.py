@@ -35,7 +35,7 @@ def is_started_by_torchrun() -> bool:
 class Order(msgspec.Struct, frozen=True):
     """What rank 0 has all ranks do, and what they need for it."""
 
-    what: Literal["train", "snapshot", "state", "load", "logprobs", "stop"]
+    what: Literal["train", "read", "snapshot", "state", "load", "logprobs", "stop"]
     groups: list[Group] = []
     counters: dict[str, int] = {}
 

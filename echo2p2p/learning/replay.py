@@ -65,6 +65,13 @@ class ReplayBuffer:
         stale = [v for v in self._by_version if not self.admissible(v, learner_version)]
         return [entry for version in sorted(stale) for entry in self._by_version.pop(version)]
 
+    def drop_of(self, worker: str) -> list[Entry]:
+        """Remove and return every group that ``worker`` delivered."""
+        dropped = [entry for entry in self.waiting() if entry.worker == worker]
+        for entry in dropped:
+            self._by_version[entry.group.version].remove(entry)
+        return dropped
+
     def take(self, n_groups: int, learner_version: int) -> list[Entry] | None:
         """Remove and return ``n_groups`` admissible groups, oldest version first; None if there are fewer."""
         versions = sorted(v for v in self._by_version if self.admissible(v, learner_version))

@@ -53,6 +53,7 @@ JOINS_PER_S = 0.2
 MAX_JOINING_PER_PEER = 2
 """Streams on which one peer has not said yet what it wants."""
 JOINERS_REMEMBERED = 4096
+BANNED_REMEMBERED = 4096
 LEASES_TIMED = 256
 """Leases of one worker whose turnaround is being measured."""
 
@@ -85,7 +86,8 @@ class Session:
         self.refused = 0
         self.stream = stream
         self._outbox: asyncio.Queue[FromLearner] = asyncio.Queue(OUTBOX_MESSAGES)
-        self._overflow = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._over = ""
         self.rate = rate
         self.assumed_mu = 1.0
         self.usually_kept = 1.0
@@ -128,7 +130,7 @@ class Session:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            self._overflow.set()
+            self.end(f"worker {self.peer} does not read its messages")
 
     async def write_outbox(self) -> None:
         """Send what is queued, in order, until cancelled."""
@@ -145,10 +147,15 @@ class Session:
         """Until everything that was queued has been sent."""
         await self._outbox.join()
 
-    async def watch_outbox(self) -> None:
-        """Raises ProtocolError once the outbox has overflowed."""
-        await self._overflow.wait()
-        raise ProtocolError(f"worker {self.peer} does not read its messages")
+    def end(self, reason: str) -> None:
+        """Whatever the worker does, its session is over."""
+        self._over = self._over or reason
+        self._ended.set()
+
+    async def watch(self) -> None:
+        """Raises ProtocolError once the session has to end."""
+        await self._ended.wait()
+        raise ProtocolError(self._over)
 
     def leased(self, lease: int, now: float) -> None:
         """The worker was told of a lease."""
@@ -275,10 +282,19 @@ class WorkSessions:
         self.open: dict[PeerId, Session] = {}
         self._joining: Counter[PeerId] = Counter()
         self._joins: dict[PeerId, MessageBudget] = {}
+        self._banned: dict[PeerId, str] = {}
 
     async def listen(self) -> None:
         """Serve the work protocol from now on."""
         await self._network.handle(protocol_id(WORK_PROTOCOL), self._serve)
+
+    def ban(self, peer: PeerId, reason: str) -> None:
+        """``peer`` has no place here any more, in this life of the learner; it is told when it dials again."""
+        self._banned[peer] = reason
+        while len(self._banned) > BANNED_REMEMBERED:
+            del self._banned[next(iter(self._banned))]
+        if peer in self.open:
+            self.open[peer].end(reason)
 
     async def say_goodbye(self, reason: str, *, retry: bool, timeout_s: float = 2.0) -> None:
         """Tell every worker that the learner leaves, and whether it will be back."""
@@ -299,7 +315,7 @@ class WorkSessions:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.write_outbox())
-                tasks.create_task(session.watch_outbox())
+                tasks.create_task(session.watch())
                 tasks.create_task(self._read(session))  # ends only by raising, which ends the others
         except* Echo2p2pError as group:
             reason = str(group.exceptions[0])
@@ -321,6 +337,9 @@ class WorkSessions:
                 del self._joining[peer]
         if not self._may_join(peer):
             await _turn_away(stream, "you have joined too often lately", retry=True)
+            return None
+        if peer in self._banned:
+            await _turn_away(stream, self._banned[peer], retry=False)
             return None
         try:
             advert = self._advert(stream.remote, join.advert)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from echo2p2p.data.trajectory import Group
+from echo2p2p.learning.audit import Reading
 from echo2p2p.learning.metrics import StepMetrics
 from echo2p2p.learning.ranks import Order, Ranks
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
@@ -24,6 +25,10 @@ class ShardedTrainer(GRPOTrainer):
     def train(self, groups: Sequence[Group]) -> StepMetrics:
         self._ranks.tell(Order("train", groups=list(groups)))
         return super().train(groups)
+
+    def read(self, groups: Sequence[Group]) -> list[Reading]:
+        self._ranks.tell(Order("read", groups=list(groups)))
+        return super().read(groups)
 
     def snapshot(self) -> Snapshot:
         self._ranks.tell(Order("snapshot"))
@@ -54,6 +59,8 @@ def follow(trainer: GRPOTrainer, ranks: Ranks) -> None:
         match order.what:
             case "train":
                 trainer.train(order.groups)
+            case "read":
+                trainer.read(order.groups)
             case "snapshot":
                 trainer.snapshot()
             case "logprobs":

@@ -12,6 +12,7 @@ import msgspec
 from echo2p2p.data.trajectory import Group
 from echo2p2p.data.work import TaskSpec
 from echo2p2p.errors import SettingsError
+from echo2p2p.learning.audit import Reading
 from echo2p2p.weights.snapshot import Snapshot
 
 log = logging.getLogger("echo2p2p.learner")
@@ -22,6 +23,10 @@ class Trainer(Protocol):
 
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         """Take one step; returns the fields of the ``step`` event that the trainer knows."""
+        ...
+
+    async def read(self, groups: Sequence[Group]) -> Sequence[Reading]:
+        """What the policy, as it is now, says of each of ``groups``; nothing if it cannot read."""
         ...
 
     async def snapshot(self) -> Snapshot:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
+from echo2p2p.learning.audit import Reading
 from echo2p2p.learning.batching import MicroBatch, Row, rows_of
 from echo2p2p.learning.forward import PolicyForward
 from echo2p2p.learning.metrics import StepMetrics, StepTally
@@ -33,6 +34,7 @@ from echo2p2p.learning.objective import (
     token_loss,
 )
 from echo2p2p.learning.ranks import Ranks, fill, gathered, whole
+from echo2p2p.learning.reading import read_groups
 from echo2p2p.weights.adapter import AdapterSpec, adapter_state, add_adapter
 from echo2p2p.weights.snapshot import Snapshot, fingerprint_of, from_state_dict
 
@@ -186,6 +188,11 @@ class GRPOTrainer:
             state = {name: tensor for name, tensor in state.items() if name in self._parameters}
         dtype = DTYPES[self.settings.publish_dtype]
         return from_state_dict(gathered(state, dtype, keep=self._leads))
+
+    def read(self, groups: Sequence[Group]) -> list[Reading]:
+        """What the audit wants to know of each group, by the policy as it is now."""
+        self._prepare_thread()
+        return read_groups(self._policy, groups)
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from echo2p2p.data.trajectory import Group
+from echo2p2p.learning.audit import Reading
 from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerState
 from echo2p2p.weights.snapshot import Snapshot
@@ -38,6 +39,9 @@ class ThreadTrainer:
 
     async def train(self, groups: Sequence[Group]) -> Mapping[str, Any]:
         return asdict(await self._call(lambda: self._trainer.train(groups)))
+
+    async def read(self, groups: Sequence[Group]) -> list[Reading]:
+        return await self._call(lambda: self._trainer.read(groups))
 
     async def snapshot(self) -> Snapshot:
         return await self._call(self._trainer.snapshot)

@@ -1,10 +1,19 @@
-"""Tells whoever runs a learner when its policy breaks: the figures of a step show it, and nobody reads them."""
+"""What a learner looks at beside its training: whether workers send what they say, and whether its policy breaks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from echo2p2p.config import LearnerSettings
+from echo2p2p.learning.audit import Auditor
+from echo2p2p.learning.dispatcher import Dispatcher
+from echo2p2p.learning.replay import Entry
+from echo2p2p.learning.sessions import WorkSessions
+from echo2p2p.learning.state import Trainer
+from echo2p2p.telemetry.events import EventLog
 
 log = logging.getLogger("echo2p2p.learner")
 
@@ -12,19 +21,45 @@ FAR_KL = 0.5
 """KL(sampler ‖ learner), nats a token: hundreds of times what S versions are apart in a run that learns."""
 
 
-class PolicyWatch:
-    """Reads the metrics of every step and says once what goes wrong, until it has gone right again.
+class Watch:
+    """Of one learner, step by step."""
 
-    Args:
-        staleness: S.
-    """
-
-    def __init__(self, staleness: int) -> None:
-        self._staleness = staleness
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        *,
+        trainer: Trainer,
+        sessions: WorkSessions,
+        dispatcher: Dispatcher,
+        events: EventLog,
+    ) -> None:
+        self._staleness = settings.staleness
+        self._trainer = trainer
+        self._sessions = sessions
+        self._dispatcher = dispatcher
+        self._events = events
         self._far = False
+        # What top_p cuts off would be missing in both tests.
+        share = settings.audit_share if settings.top_p == 1 else 0.0
+        self._auditor = Auditor(share=share, dice=random.SystemRandom())
 
-    def stepped(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """``step`` was trained, with ``metrics`` of :class:`~echo2p2p.learning.metrics.StepMetrics`."""
+    async def before(self, batch: Sequence[Entry]) -> None:
+        """``batch`` is about to be trained: turn away whoever sends what was not drawn from the policy."""
+        chosen = self._auditor.choose(batch)
+        if not chosen:
+            return
+        readings = await self._trainer.read([entry.group for entry in chosen])
+        for worker, reason in self._auditor.judge(chosen, readings).items():
+            log.warning("worker %s is turned away: %s", worker, reason)
+            self._events.emit("found_out", worker=worker, reason=reason)
+            self._sessions.ban(worker, reason)
+            self._dispatcher.discard(worker)
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """``step`` was trained, with ``metrics`` of :class:`~echo2p2p.learning.metrics.StepMetrics`.
+
+        Says once that the policy has run away from its samples, until it is back.
+        """
         mismatch_kl = float(metrics.get("mismatch_kl", 0.0))
         far = mismatch_kl > FAR_KL
         if far and not self._far:

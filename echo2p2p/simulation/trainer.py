@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from echo2p2p.data.trajectory import Group
+from echo2p2p.learning.audit import Reading
 from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 
 
@@ -74,6 +75,10 @@ class ModelledTrainer:
             "mismatch_kl": self._drift_kl * square_ages / max(1, tokens),
             "groups": len(groups),
         }
+
+    async def read(self, groups: Sequence[Group]) -> Sequence[Reading]:
+        del groups
+        return ()  # there is no policy
 
     async def snapshot(self) -> Snapshot:
         nbytes = self._snapshot_bytes

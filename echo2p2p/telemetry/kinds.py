@@ -127,6 +127,11 @@ KINDS: Mapping[str, Kind] = {
         "that wait is over",
         {"version": "policy version", "waited_s": "how long it took"},
     ),
+    "found_out": Kind(
+        "learner",
+        "a worker sent what was not drawn from the policy: it is turned away",
+        {"worker": "peer id", "reason": "which test its tokens fail, and by how much"},
+    ),
     "ready": Kind(
         "learner",
         "a worker has installed a version and proved it",

@@ -1,0 +1,148 @@
+"""Whether what a worker sends was drawn from the policy, as it says. Pure; ``docs/decisions/0017`` has the reasons.
+
+The learner chooses some groups by lot, before it has trained on them, and reads them with its own policy π. Let q be
+what a worker's tokens were drawn from, by its own word: an older version, other kernels, another precision. If that
+word is true then, whatever q is and whatever came before a token,
+
+* E[ρ] = 1, with ρ = π/q its importance weight;
+* E[ρ · (−ln π − H)] = 0, with H the entropy of π there: weighted so, it is as surprising as a token of π should be.
+
+So the means over a worker's tokens tell log-probabilities that are not those of its tokens (the first), and tokens
+that were chosen and not drawn: greedy, at another temperature, of another model (the second). Staleness and rounding
+move neither. Who computes what it should have drawn from can make up a lie that fits both; that saves no work.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from echo2p2p.learning.replay import Entry
+from echo2p2p.swarm.identity import PeerId
+
+log = logging.getLogger("echo2p2p.learner")
+
+NEW_GROUPS = 4
+"""The first of every worker are read in any case."""
+ENOUGH_TOKENS = 2000
+"""With fewer nobody is judged."""
+KEPT_TOKENS = 20_000.0
+"""Older ones fade, so that a worker that begins to lie is found out by what it does now."""
+DEVIATIONS = 6.0
+"""Standard errors that a mean has to be off by, which chance does not come to."""
+RATIO_OFF = 0.02
+"""And by so much of ρ: tokens that q never draws, and π would, are missing in a mean of few thousand."""
+SURPRISE_OFF = 0.05
+"""And by so many nats."""
+TOO_FAR_KL = 0.1
+"""Where the middle worker's tokens are so far from π, nats each (the nearer of two), ρ says nothing of anybody."""
+_MAX_WORKERS = 4096
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sums over the tokens of one group, as the policy reads them.
+
+    Attributes:
+        tokens: how many the model drew.
+        ratio, ratio_squares: of ρ − 1 and its square.
+        surprise, surprise_squares: of ρ · (−ln π − H) and its square, nats.
+        distance: of the k3 estimate of KL(q ‖ π), nats.
+    """
+
+    tokens: float = 0.0
+    ratio: float = 0.0
+    ratio_squares: float = 0.0
+    surprise: float = 0.0
+    surprise_squares: float = 0.0
+    distance: float = 0.0
+
+    def __add__(self, other: Reading) -> Reading:
+        return Reading(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def faded(self) -> Reading:
+        """With as much weight as :data:`KEPT_TOKENS`, if it has more."""
+        share = min(1.0, KEPT_TOKENS / max(1.0, self.tokens))
+        return Reading(*(share * getattr(self, each.name) for each in fields(self)))
+
+    def fault(self) -> str:
+        """What is wrong with them, in words; empty if nothing is, or too little is known."""
+        if self.tokens < ENOUGH_TOKENS:
+            return ""
+        tests = (
+            (self.ratio, self.ratio_squares, RATIO_OFF, "its log-probabilities are not those of its tokens"),
+            (self.surprise, self.surprise_squares, SURPRISE_OFF, "its tokens are not drawn from the policy"),
+        )
+        failed = [
+            (abs(total) / math.sqrt(squares), f"{what} ({total / self.tokens:+.2g} over {self.tokens:.0f})")
+            for total, squares, off, what in tests
+            if abs(total) > max(off * self.tokens, DEVIATIONS * math.sqrt(squares))
+        ]
+        return max(failed, default=(0.0, ""))[1]
+
+
+class Auditor:
+    """Chooses what is read, and judges workers by what was.
+
+    Args:
+        share: of the groups that are read, 0 to 1; 0 reads none.
+        dice: nobody else should know them.
+    """
+
+    def __init__(self, *, share: float, dice: random.Random) -> None:
+        self._share = share
+        self._dice = dice
+        self._seen: dict[PeerId, int] = {}
+        self._read: dict[PeerId, Reading] = {}
+        self._told = False
+
+    def choose(self, batch: Sequence[Entry]) -> list[Entry]:
+        """The groups of ``batch`` to be read: whatever is in them, or what is found would depend on it."""
+        chosen = []
+        for entry in batch if self._share else ():
+            seen = self._seen.pop(entry.worker, 0)
+            self._seen[entry.worker] = seen + 1
+            if self._dice.random() < self._share or seen < NEW_GROUPS:
+                chosen.append(entry)
+        _bound(self._seen)
+        return chosen
+
+    def judge(self, chosen: Sequence[Entry], readings: Sequence[Reading]) -> dict[PeerId, str]:
+        """Who is found out by ``readings`` of ``chosen``, and of what.
+
+        Nobody is where half of the workers or more are at fault together: then it is the policy that has broken, or
+        an engine that all of them run.
+        """
+        new: dict[PeerId, Reading] = {}
+        for entry, reading in zip(chosen, readings, strict=False):
+            new[entry.worker] = new.get(entry.worker, Reading()) + reading
+        distances = sorted(each.distance / each.tokens for each in new.values() if each.tokens)
+        if not distances or distances[(len(distances) - 1) // 2] > TOO_FAR_KL:
+            return {}
+        for worker, reading in new.items():
+            self._read[worker] = (self._read.pop(worker, Reading()) + reading).faded()
+        _bound(self._read)
+        judged = {w: each.fault() for w, each in self._read.items() if each.tokens >= ENOUGH_TOKENS}
+        found = {worker: fault for worker, fault in judged.items() if fault}
+        if 2 * len(found) < len(judged):
+            for worker in found:
+                del self._read[worker]
+            return found
+        if found and len(judged) == len(self._read) and not self._told:
+            self._told = True
+            log.warning(
+                "%d of %d workers send what the policy would not: %s. With so many nobody is turned away; look at "
+                "their engines, and at the learner's",
+                len(found),
+                len(judged),
+                next(iter(found.values())),
+            )
+        return {}
+
+
+def _bound(known: dict[PeerId, int] | dict[PeerId, Reading]) -> None:
+    while len(known) > _MAX_WORKERS:
+        del known[next(iter(known))]

@@ -1,0 +1,219 @@
+"""The audit: who is found out by what the policy says of its tokens, and that nobody else is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from policies import EOS, make_policy
+
+from echo2p2p.data.policy import build_model
+from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
+from echo2p2p.learning.audit import ENOUGH_TOKENS, NEW_GROUPS, Auditor, Reading
+from echo2p2p.learning.packed import packed_inputs
+from echo2p2p.learning.replay import Entry
+from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
+
+GROUPS, SAMPLES, TOKENS = 60, 8, 10
+TEMPERATURE = 0.8
+PROMPT = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def learner(folder):
+    """A trainer that is a few updates ahead of the policy in ``folder``."""
+    trainer = GRPOTrainer(folder, TrainerSettings(learning_rate=5e-4, temperature=TEMPERATURE, threads=1))
+    groups = sampled(model_of(folder), seed=99)[:8]
+    for _ in range(3):
+        trainer.train(groups)
+    return trainer
+
+
+def model_of(folder):
+    return build_model(folder, dtype=torch.float32, device="cpu", weights=True)
+
+
+@torch.no_grad()
+def sampled(model, *, seed, drawn_at=TEMPERATURE, said_by=None, ends=False) -> list[Group]:
+    """Groups drawn from ``model`` at a temperature, with what ``said_by`` (it) says of them at TEMPERATURE.
+
+    Args:
+        ends: every completion is cut by a stop token that was not drawn, and claimed to be likely.
+    """
+    dice = torch.Generator().manual_seed(seed)
+    ids = torch.tensor([PROMPT] * (GROUPS * SAMPLES))
+    for _ in range(TOKENS):
+        logits = model(ids).logits[:, -1] / drawn_at
+        ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=dice)], dim=1)
+    if ends:
+        ids[:, -1] = EOS
+    logprobs = ((said_by or model)(ids).logits[:, len(PROMPT) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    said = logprobs.gather(-1, ids[:, len(PROMPT) :, None])[..., 0].numpy()
+    if ends:
+        said[:, -1] = -0.1
+    rewards = np.random.default_rng(seed).random(len(ids))
+    samples = [
+        Trajectory(
+            completion=row.tolist(),
+            logprobs=pack_logprobs(own),
+            version_min=0,
+            version_max=0,
+            reward=float(reward),
+            finish="length",
+        )
+        for row, own, reward in zip(ids[:, len(PROMPT) :], said, rewards, strict=True)
+    ]
+    return [
+        Group(index=index, prompt=PROMPT, samples=samples[index * SAMPLES : (index + 1) * SAMPLES])
+        for index in range(GROUPS)
+    ]
+
+
+def verdicts(learner, workers):
+    """Who is found out if the learner reads all groups of ``workers``, by name."""
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    found = {}
+    for at in range(0, GROUPS, 10):
+        batch = [Entry(group, name) for name, groups in workers.items() for group in groups[at : at + 10]]
+        found |= auditor.judge(batch, learner.read([entry.group for entry in batch]))
+    return found
+
+
+def honest(folder, count=3):
+    return {f"honest {number}": sampled(model_of(folder), seed=number) for number in range(count)}
+
+
+def test_tokens_of_an_older_version_are_what_they_are_said_to_be(folder, learner):
+    readings = sum(learner.read(sampled(model_of(folder), seed=7)), Reading())
+    assert readings.distance / readings.tokens > 1e-3  # the learner has moved
+    assert verdicts(learner, honest(folder)) == {}
+
+
+def test_rounding_of_another_engine_accuses_nobody(folder, learner):
+    coarse = model_of(folder).bfloat16().float()
+    workers = honest(folder) | {"coarse": sampled(coarse, seed=5)}
+    assert verdicts(learner, workers) == {}
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        ("made up", "not"),
+        ("ends", "log-probabilities"),
+        ("greedy", "not drawn"),
+        ("colder", "not drawn"),
+        ("another model", "not drawn"),
+    ],
+)
+def test_a_lie_is_found_out_and_no_honest_worker_is(folder, learner, tmp_path, lie, told):
+    model = model_of(folder)
+    if lie == "made up":
+        groups = [
+            Group(group.index, group.prompt, [_saying(sample, -1.0) for sample in group.samples])
+            for group in sampled(model, seed=11)
+        ]
+    elif lie == "ends":
+        groups = sampled(model, seed=11, ends=True)
+    elif lie == "another model":
+        groups = sampled(model_of(make_policy(tmp_path, seed=1)), seed=11, said_by=model)
+    else:
+        groups = sampled(model, seed=11, drawn_at=1e-3 if lie == "greedy" else 0.9 * TEMPERATURE)
+    found = verdicts(learner, honest(folder) | {"liar": groups})
+    assert found.keys() == {"liar"}
+    assert told in found["liar"]
+
+
+def _saying(sample, logprob):
+    return Trajectory(
+        completion=sample.completion,
+        logprobs=pack_logprobs(np.full(len(sample.completion), logprob)),
+        version_min=0,
+        version_max=0,
+        reward=sample.reward,
+        finish=sample.finish,
+    )
+
+
+def off(tokens=ENOUGH_TOKENS):
+    return Reading(tokens, ratio=-0.5 * tokens, ratio_squares=0.3 * tokens)
+
+
+def fine(tokens=ENOUGH_TOKENS):
+    return Reading(tokens, ratio_squares=0.1 * tokens, surprise_squares=tokens)
+
+
+def judged(**readings):
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    group = Group(index=0, prompt=PROMPT, samples=[])
+    return auditor.judge([Entry(group, worker) for worker in readings], list(readings.values()))
+
+
+def test_where_half_of_all_are_at_fault_nobody_is(caplog):
+    assert judged(a=off(), b=fine(), c=fine()).keys() == {"a"}
+    assert judged(a=off(), b=fine()) == {}
+    assert "2 of 3 workers send what the policy would not" not in caplog.text
+    assert judged(a=off(), b=off(), c=fine()) == {}
+    assert "2 of 3 workers send what the policy would not" in caplog.text
+
+
+def test_a_few_tokens_judge_nobody():
+    assert judged(a=off(ENOUGH_TOKENS - 1), b=fine(), c=fine()) == {}
+
+
+def test_a_policy_that_has_broken_accuses_nobody():
+    broken = Reading(**{**off().__dict__, "distance": 1.0 * ENOUGH_TOKENS})
+    far = Reading(**{**fine().__dict__, "distance": 1.0 * ENOUGH_TOKENS})
+    assert judged(a=broken, b=far, c=far) == {}
+
+
+def test_a_worker_that_turns_to_lying_is_found_out_by_its_newer_tokens():
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    batch = [Entry(Group(index=0, prompt=PROMPT, samples=[]), worker) for worker in "abc"]
+    for _ in range(1000):
+        assert auditor.judge(batch, [fine()] * 3) == {}
+    found = [auditor.judge(batch, [off(200), fine(200), fine(200)]) for _ in range(20)]
+    assert {"a"} in [set(each) for each in found]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.05, 54), (1.0, 1000)])
+def test_a_share_of_the_groups_is_read_and_the_first_of_every_worker(share, expected):
+    auditor = Auditor(share=share, dice=random.Random(3))
+    batch = [Entry(Group(index=index, prompt=PROMPT, samples=[]), "one") for index in range(1000)]
+    chosen = auditor.choose(batch)
+    assert abs(len(chosen) - expected) < 25
+    assert chosen[:NEW_GROUPS] == (batch[:NEW_GROUPS] if share else [])
+
+
+def test_the_sums_are_those_of_a_plain_forward_pass(folder, learner):
+    group = sampled(model_of(folder), seed=4)[0]
+    reading = learner.read([group])[0]
+    total = Reading()
+    for sample, logprobs in zip(group.samples, learner.logprobs([group])[0], strict=True):
+        ids = [*PROMPT, *sample.completion]
+        with torch.no_grad():
+            logits = (
+                learner._model(**packed_inputs([(ids, [[]])], torch.device("cpu"))).logits[
+                    0, len(PROMPT) - 1 : -1
+                ]
+                / TEMPERATURE
+            )
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        ratio = (logprobs - torch.tensor(sample.logprob_array())).exp()
+        surprise = ratio * (-logprobs - entropy)
+        total += Reading(
+            len(ratio),
+            float((ratio - 1).sum()),
+            float((ratio - 1).square().sum()),
+            float(surprise.sum()),
+            float(surprise.square().sum()),
+            float((ratio - 1 - ratio.log()).sum()),
+        )
+    for name, value in total.__dict__.items():
+        assert getattr(reading, name) == pytest.approx(value, rel=1e-3, abs=1e-3)
