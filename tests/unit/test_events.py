@@ -228,6 +228,7 @@ def test_the_table_of_kinds():
         "disk_has_room",
         "eval",
         "events_lost",
+        "found_out",
         "generated",
         "installed",
         "joined",
