@@ -9,7 +9,7 @@ run: there a liar has sent what is counted here, divided by ``learner.audit_shar
 The last line on stdout is one JSON object, ``{"audit": {…}}``:
 
 * ``found_after``: tokens read until the liar was found out, by lie; null if it was not. ``coarse`` is no lie: weights
-  of 8 bits, with their own log-probabilities; ``coarse, unsaid`` has those of the policy;
+  of 4 bits, with their own log-probabilities; ``coarse, unsaid`` has those of the policy;
 * ``accused``: honest workers that were found out, in all rounds together, of ``judged``;
 * ``distance``: KL(workers ‖ learner), nats a token;
 * ``share_of_step``: seconds for 5 % of a step's groups, against the whole step's.
@@ -152,7 +152,7 @@ async def measure(folder: Path, steps: int) -> dict[str, object]:
     learner.read(share)
     read_s = time.perf_counter() - started
     rounded = await workers.engine(dtype=torch.bfloat16)
-    coarse = await workers.engine(bits=8)
+    coarse = await workers.engine(bits=4)
 
     async def with_change(change: Change) -> list[Group]:
         return [changed(group, change) for group in await workers.draw(right)]

@@ -37,7 +37,7 @@ RATIO_OFF = 0.02
 """And by so much of ρ: tokens that q never draws, and π would, are missing in a mean of few thousand."""
 SURPRISE_OFF = 0.05
 """And by so many nats."""
-TOO_FAR_KL = 0.1
+TOO_FAR_KL = 0.3
 """Where the middle worker's tokens are so far from π, nats each (the nearer of two), ρ says nothing of anybody."""
 _MAX_WORKERS = 4096
 
