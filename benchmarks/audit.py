@@ -33,10 +33,10 @@ import numpy as np
 import torch
 
 from benchmarks.nodes import say
-from echo2p2p.config import load
 from echo2p2p.data.policy import build_model
 from echo2p2p.data.scoring import TaskScorer
 from echo2p2p.data.trajectory import Group, Sampling, Trajectory, pack_logprobs
+from echo2p2p.layering import load
 from echo2p2p.learning.audit import Auditor, Reading
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings

@@ -15,13 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.bands import Run
-from echo2p2p.config import Settings
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.learning.replay import Entry, staleness_histogram
 from echo2p2p.learning.training import ThreadTrainer
 from echo2p2p.parts import load_policy
 from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.rollout.evaluation import Evaluator
+from echo2p2p.settings import Settings
 from echo2p2p.weights.snapshot import Snapshot
 
 

@@ -69,8 +69,8 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "vllm_cpu": {"tokens_per_s": None},
     }
     if importlib.util.find_spec("vllm") is not None:
-        from echo2p2p.config import VLLMSettings
         from echo2p2p.rollout.vllm_engine import VLLMEngine
+        from echo2p2p.settings import VLLMSettings
 
         options = VLLMSettings(eager=True, kv_cache_gib=0.25, max_sequences=max(32, arguments.prompts))
         engine = VLLMEngine(policy, options, threads=1)

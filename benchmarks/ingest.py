@@ -33,7 +33,6 @@ from pathlib import Path
 import numpy as np
 
 import echo2p2p
-from echo2p2p.config import LearnerSettings
 from echo2p2p.data.policy import load_config
 from echo2p2p.data.scoring import TaskScorer
 from echo2p2p.data.task import make_task
@@ -45,6 +44,7 @@ from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.swarm.clock import SystemClock
 from echo2p2p.swarm.messages import decode, encode, receive
 from echo2p2p.swarm.records import WorkerAdvert

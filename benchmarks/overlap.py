@@ -42,8 +42,8 @@ from benchmarks.nodes import say
 from benchmarks.overlap_swarm import Measured, Swarm
 from echo2p2p import demo
 from echo2p2p.cli.table import print_table
-from echo2p2p.config import LearnerSettings
 from echo2p2p.provisioning.capacity import mu_min, mu_min_standing, step_s
+from echo2p2p.settings import LearnerSettings
 
 WORKERS = 6
 T_TRAIN_S = 1.5

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from echo2p2p import demo
-from echo2p2p.config import load
 from echo2p2p.data.trajectory import Group
+from echo2p2p.layering import load
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.telemetry.events import Event, EventLog
 

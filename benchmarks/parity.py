@@ -40,9 +40,10 @@ from typing import Any
 from benchmarks.bands import Run, aligned, band, paired
 from benchmarks.colocated import train_in_process
 from benchmarks.nodes import say
-from echo2p2p.config import Settings, load
 from echo2p2p.demo import SETTINGS, run_demo
 from echo2p2p.errors import Echo2p2pError
+from echo2p2p.layering import load
+from echo2p2p.settings import Settings
 from echo2p2p.telemetry.events import read_events
 
 FAST = 3

@@ -37,7 +37,7 @@ import numpy as np
 import zstandard
 
 from benchmarks import smollm2
-from echo2p2p.config import load
+from echo2p2p.layering import load
 from echo2p2p.weights.patch import apply, apply_in_place, encode
 from echo2p2p.weights.snapshot import Layout, Snapshot, TensorSpec
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.data import graders
 from echo2p2p.data.sandbox import Sandbox
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
@@ -34,6 +33,7 @@ from echo2p2p.data.work import Lease, Submit, Verdict
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.simulation.engine import ModelledScorer
 from echo2p2p.swarm.clock import SystemClock
 

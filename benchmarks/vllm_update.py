@@ -32,11 +32,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import smollm2
-from echo2p2p.config import VLLMSettings
 from echo2p2p.data.policy import build_model
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.rollout.vllm_engine import VLLMEngine
 from echo2p2p.rollout.vllm_process import shut_down
+from echo2p2p.settings import VLLMSettings
 from echo2p2p.weights.snapshot import Snapshot, from_state_dict
 
 _SHARE = 0.01

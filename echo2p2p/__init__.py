@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from echo2p2p._version import __version__
 
 if TYPE_CHECKING:
-    from echo2p2p.config import Settings, load
     from echo2p2p.data.task import Task, make_task, register
     from echo2p2p.errors import Echo2p2pError
+    from echo2p2p.layering import load
     from echo2p2p.roles import run_bootstrap, run_learner, run_worker
     from echo2p2p.rundir import RunDir
+    from echo2p2p.settings import Settings
 
 __all__ = [
     "Echo2p2pError",
@@ -35,9 +36,9 @@ __all__ = [
 _HOMES = {
     "Echo2p2pError": "errors",
     "RunDir": "rundir",
-    "Settings": "config",
+    "Settings": "settings",
     "Task": "data.task",
-    "load": "config",
+    "load": "layering",
     "make_task": "data.task",
     "register": "data.task",
     "run_bootstrap": "roles",

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from echo2p2p.config import Settings
 from echo2p2p.errors import SettingsError
+from echo2p2p.settings import Settings
 
 if TYPE_CHECKING:
     from echo2p2p.data.trajectory import Group

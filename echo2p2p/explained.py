@@ -8,7 +8,8 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel
 
-from echo2p2p.config import Layer, Settings
+from echo2p2p.layering import Layer
+from echo2p2p.settings import Settings
 
 SOURCE_COLUMN = 48
 """Where the comments begin, if the value leaves them room."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo2p2p.config import Settings, WorkerSettings
 from echo2p2p.errors import SettingsError
 from echo2p2p.rundir import RunDir
+from echo2p2p.settings import Settings, WorkerSettings
 
 if TYPE_CHECKING:  # they import torch and transformers, which take seconds
     from echo2p2p.data.scoring import TaskScorer

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from echo2p2p._version import __version__
-from echo2p2p.config import Settings
 from echo2p2p.errors import SettingsError
 from echo2p2p.parts import (
     SEED_POLICY,
@@ -32,6 +31,7 @@ from echo2p2p.parts import (
     torch_device,
 )
 from echo2p2p.rundir import RunDir
+from echo2p2p.settings import Settings
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.records import Keys, WorkerAdvert
 from echo2p2p.telemetry.events import EventLog

@@ -7,8 +7,9 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from echo2p2p.config import Settings, to_toml
 from echo2p2p.errors import OutOfDisk, SettingsError
+from echo2p2p.layering import to_toml
+from echo2p2p.settings import Settings
 
 
 class RunDir:

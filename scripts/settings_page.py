@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from echo2p2p.config import Settings
+from echo2p2p.settings import Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,24 +21,17 @@ def make_policy(
     folder: Path, *, seed: int = 0, tied: bool = True, head_dim: int = 8, positions: int = 64
 ) -> Path:
     """A random two-layer policy folder with weights; large weights, so that its distributions are uneven."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    return _save_qwen3(
+        folder,
+        seed=seed,
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=head_dim,
         max_position_embeddings=positions,
         tie_word_embeddings=tied,
         initializer_range=0.4,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def make_groups(seed: int, *, groups: int = 3, samples: int = 4) -> list[Group]:
@@ -73,20 +67,28 @@ def make_text_policy(folder: Path, *, seed: int = 0, positions: int = 1024, head
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    return _save_qwen3(
+        folder,
+        seed=seed,
         vocab_size=len(vocabulary),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=head_dim,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
+    )
+
+
+def _save_qwen3(folder: Path, *, seed: int, **shape: Any) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=0,
+        **shape,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

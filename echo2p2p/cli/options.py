@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import rich_click as click
 
-from echo2p2p.config import Layer, Settings, SwarmSettings, layers, merge
+from echo2p2p.layering import Layer, layers, merge
+from echo2p2p.settings import Settings, SwarmSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,7 +112,7 @@ def resolve(
         sections: further settings from a command's own options, by section.
 
     Raises:
-        SettingsError: as :func:`echo2p2p.config.load`, or an address is malformed.
+        SettingsError: as :func:`echo2p2p.layering.load`, or an address is malformed.
     """
     return resolve_layers(files, overrides, swarm, **sections)[0]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from echo2p2p.config import Settings
 from echo2p2p.doctor import machine
 from echo2p2p.doctor.finding import Finding, failure, warning
 from echo2p2p.doctor.probe import Order
 from echo2p2p.parts import SEED_POLICY
+from echo2p2p.settings import Settings
 from echo2p2p.telemetry.text import clean
 
 QUICK_S = 10.0

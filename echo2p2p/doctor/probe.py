@@ -27,7 +27,7 @@ from echo2p2p.errors import (
 from echo2p2p.telemetry.text import human_bytes, short_peer
 
 if TYPE_CHECKING:
-    from echo2p2p.config import WorkerSettings
+    from echo2p2p.settings import WorkerSettings
     from echo2p2p.swarm.hivemind import HivemindNetwork
     from echo2p2p.swarm.network import Stream
 
@@ -63,8 +63,8 @@ def say(finding: Finding) -> None:
 
 def policy(order: Order) -> None:
     """torch and its device; then the engine is built from the policy folder and generates."""
-    from echo2p2p.config import WorkerSettings
     from echo2p2p.parts import torch_device
+    from echo2p2p.settings import WorkerSettings
 
     settings = WorkerSettings(**order.worker)
     try:

@@ -13,8 +13,8 @@ its tokens and the learner's, and how many versions lie between the two. Over a 
 
 from __future__ import annotations
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.provisioning.capacity import arriving_kappa, min_kappa
+from echo2p2p.settings import LearnerSettings
 
 WEIGHT = 0.3
 """Of the newest step in the moving mean of the drift."""

@@ -16,7 +16,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.trajectory import Group, Sampling
 from echo2p2p.data.work import Beat, Decline, FromWorker, Lease, Ready, Submit, Verdict
@@ -26,6 +25,7 @@ from echo2p2p.learning.ledger import PromptLedger
 from echo2p2p.learning.replay import Entry, ReplayBuffer
 from echo2p2p.learning.scoring_costs import Check, ScoringCosts
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.telemetry.events import EventLog
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from echo2p2p.config import Settings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Activate, FromWorker, Join, Ready, TaskSpec, Welcome
 from echo2p2p.errors import BudgetSpent, OutOfDisk, SwarmError
@@ -37,6 +36,7 @@ from echo2p2p.learning.status import (
     worker_status,
 )
 from echo2p2p.learning.watch import Watch
+from echo2p2p.settings import Settings
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_RECORD_LIFETIME_S, LearnerRecord, RunRecord, WorkerAdvert

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from echo2p2p.config import LearnerSettings, ProvisioningSettings
 from echo2p2p.data.work import Standby
 from echo2p2p.learning.sessions import Session
 from echo2p2p.provisioning.accounting import Budget, Spending
 from echo2p2p.provisioning.activation import Activator, Candidate, by_cost
 from echo2p2p.provisioning.capacity import arriving_kappa, mu_min, mu_min_standing
 from echo2p2p.provisioning.estimators import DurationEstimator, Shortfall
+from echo2p2p.settings import LearnerSettings, ProvisioningSettings
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.telemetry.events import EventLog

@@ -10,12 +10,12 @@ from collections.abc import Callable, Container, Sequence
 import msgspec
 
 from echo2p2p._version import __version__
-from echo2p2p.config import Settings
 from echo2p2p.errors import SwarmError
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
 from echo2p2p.provisioning.estimators import RateEstimator
+from echo2p2p.settings import Settings
 from echo2p2p.swarm.identity import PeerId
 from echo2p2p.swarm.messages import protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream

@@ -7,12 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.learning.audit import Auditor
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import WorkSessions
 from echo2p2p.learning.state import Trainer
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.telemetry.events import EventLog
 
 log = logging.getLogger("echo2p2p.learner")

@@ -30,7 +30,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import nn
 
-from echo2p2p.config import VLLMSettings
 from echo2p2p.data.policy import DTYPES, build_model, eos_token_ids, load_config, max_positions
 from echo2p2p.data.trajectory import Sampling
 from echo2p2p.errors import EngineError, EngineLost, Interrupted, OutOfMemory
@@ -43,6 +42,7 @@ from echo2p2p.rollout.vllm_process import (
     require_vllm,
     shut_down,
 )
+from echo2p2p.settings import VLLMSettings
 from echo2p2p.weights.adapter import AdapterSpec, check_base
 from echo2p2p.weights.snapshot import Layout, Snapshot, from_state_dict
 

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from echo2p2p.config import VLLMSettings
 from echo2p2p.errors import EngineError, OutOfMemory, SettingsError
 from echo2p2p.rollout.places import Piece, Place, ReadBack, Writes, buckets, check_cover, differing, whole
 from echo2p2p.rollout.shared_memory import SharedMemory
+from echo2p2p.settings import VLLMSettings
 from echo2p2p.weights.adapter import AdapterSpec
 from echo2p2p.weights.snapshot import DTYPE_BYTES, Layout, Snapshot
 

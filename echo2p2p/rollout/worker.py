@@ -23,7 +23,6 @@ from functools import partial
 
 import msgspec
 
-from echo2p2p.config import WorkerSettings
 from echo2p2p.data.scoring import Scorer
 from echo2p2p.data.work import Advertise, Decline, Lease, Submit, TaskSpec, Welcome
 from echo2p2p.errors import (
@@ -44,6 +43,7 @@ from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.rollout.following import LOOK_TIMEOUT_S, VersionFetcher, check_same_files
 from echo2p2p.rollout.session import LearnerSession
 from echo2p2p.rollout.trial import Arrived, Prompt, Trial
+from echo2p2p.settings import WorkerSettings
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.network import Network
 from echo2p2p.swarm.records import MAX_ADDRESSES, ManifestRecord, WorkerAdvert

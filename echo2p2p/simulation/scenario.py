@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from echo2p2p.config import NonNegative, Positive, RunName, Section, Settings, read_toml
 from echo2p2p.errors import SettingsError
+from echo2p2p.layering import read_toml
+from echo2p2p.settings import NonNegative, Positive, RunName, Section, Settings
 from echo2p2p.simulation.engine import Lengths, Tail
 
 T = TypeVar("T")

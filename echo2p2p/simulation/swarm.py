@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from echo2p2p._version import __version__
-from echo2p2p.config import Settings
 from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.learner import Learner
 from echo2p2p.learning.state import LearnerState, roll_forward
 from echo2p2p.rollout.worker import Worker
+from echo2p2p.settings import Settings
 from echo2p2p.simulation.engine import Lengths, ModelledEngine, ModelledScorer
 from echo2p2p.simulation.trainer import ModelledTrainer
 from echo2p2p.swarm.directory import Directory

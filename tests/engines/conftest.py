@@ -6,12 +6,14 @@ An engine lives for the whole session, since vLLM takes seconds to start; tests 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 from engine_bench import HAS_VLLM, SHAPE, Bench, Policy, build
+from engine_swarm import Swarm
 from policies import make_policy
 from transformers import AutoModelForCausalLM
 
@@ -39,3 +41,11 @@ async def bench(request, tmp_path_factory) -> AsyncIterator[Bench]:
     engine = build(kind, folder)
     yield Bench(kind, engine, *policies, again=lambda: build(kind, folder))
     await engine.close()
+
+
+@pytest.fixture
+def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Swarm]:
+    """The commands of a run, with the ``SETTINGS`` of the module that asks."""
+    group = Swarm(tmp_path, request.module.SETTINGS)
+    yield group
+    group.close()

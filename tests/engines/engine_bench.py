@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echo2p2p.config import VLLMSettings
 from echo2p2p.rollout.engine import InferenceEngine
 from echo2p2p.rollout.transformers_engine import TransformersEngine
+from echo2p2p.settings import VLLMSettings
 from echo2p2p.weights.snapshot import Snapshot
 
 SHAPE: dict[str, int] = {"head_dim": 32, "positions": 512}

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 from engine_bench import HAS_VLLM
-from engine_swarm import Swarm
 
 from echo2p2p.learning.journal import read
 
@@ -49,13 +48,6 @@ max_sequences = 64
 chunk_kib = 64
 max_patch_share = 1
 """
-
-
-@pytest.fixture
-def swarm(tmp_path):
-    group = Swarm(tmp_path, SETTINGS)
-    yield group
-    group.close()
 
 
 if HAS_VLLM:

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 from engine_bench import HAS_VLLM
-from engine_swarm import Swarm
 
 from echo2p2p.data.policy import build_model, scaled_log_softmax
 from echo2p2p.learning.journal import read
@@ -55,13 +54,6 @@ chunk_kib = 64
 max_patch_share = 1
 keep_versions = 1000  # the learner's store has all of them at the end
 """
-
-
-@pytest.fixture
-def swarm(tmp_path):
-    group = Swarm(tmp_path, SETTINGS)
-    yield group
-    group.close()
 
 
 class Policies:

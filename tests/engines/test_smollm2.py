@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks import smollm2
-from echo2p2p.config import load
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Sampling
+from echo2p2p.layering import load
 from echo2p2p.parts import load_policy
 from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.weights.patch import apply, encode

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 from policies import make_text_policy
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.conversation import Conversation
 from echo2p2p.data.policy import load_config
@@ -21,6 +20,7 @@ from echo2p2p.learning.admission import Refusal, check_contents
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
 from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.rollout.transformers_engine import TransformersEngine
+from echo2p2p.settings import TaskSettings
 
 NAME = "environments-of-tests"
 CHAT = (

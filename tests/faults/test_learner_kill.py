@@ -16,7 +16,7 @@ import pytest
 import torch
 from processes import Processes
 
-from echo2p2p.config import load
+from echo2p2p.layering import load
 from echo2p2p.learning.checkpoint import load_latest
 from echo2p2p.learning.journal import read
 from echo2p2p.learning.state import LearnerState

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from echo2p2p.config import Settings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.policy import load_config
 from echo2p2p.data.scoring import TaskScorer
@@ -18,6 +17,7 @@ from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
 from echo2p2p.learning.training import ThreadTrainer
 from echo2p2p.rollout.transformers_engine import TransformersEngine
 from echo2p2p.rollout.worker import Worker
+from echo2p2p.settings import Settings
 from echo2p2p.simulation.swarm import WorkerModel
 from echo2p2p.swarm.directory import Directory
 from echo2p2p.swarm.identity import Identity

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from echo2p2p.config import load
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

@@ -2,8 +2,8 @@
 
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.errors import BudgetSpent
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

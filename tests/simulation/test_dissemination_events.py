@@ -1,6 +1,6 @@
 """What the roles write of a version's way, put together again."""
 
-from echo2p2p.config import load
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from echo2p2p.config import load
 from echo2p2p.data.work import Submit
 from echo2p2p.errors import DeadlineExceeded
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.data.work import (
     WORK_PROTOCOL,
     Beat,
@@ -18,6 +17,7 @@ from echo2p2p.data.work import (
     Welcome,
 )
 from echo2p2p.errors import EngineError, IncompatibleVersion
+from echo2p2p.layering import load
 from echo2p2p.simulation.engine import Lengths, ModelledEngine
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.directory import Directory

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from echo2p2p.config import load
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.data.work import WORK_PROTOCOL, Beat, FromLearner, Goodbye, Join, Submit, Verdict, Welcome
+from echo2p2p.layering import load
 from echo2p2p.learning.journal import read
 from echo2p2p.simulation.engine import ModelledScorer
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.data.work import Join, Ready, Submit
 from echo2p2p.errors import FingerprintMismatch
+from echo2p2p.layering import load
 from echo2p2p.simulation.engine import Lengths, ModelledEngine, ModelledScorer
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel
 from echo2p2p.swarm.memory import MemorySwarm

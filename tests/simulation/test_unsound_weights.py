@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.errors import OutOfDisk, UnsoundWeights
+from echo2p2p.layering import load
 from echo2p2p.simulation.swarm import SimulatedRun, WorkerModel, simulate
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual

@@ -14,12 +14,12 @@ from policies import make_groups
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from echo2p2p.config import Settings
 from echo2p2p.data.policy import DTYPES, build_model
 from echo2p2p.data.trajectory import Group, Sampling, Trajectory, pack_logprobs
 from echo2p2p.errors import SettingsError, VerificationError
 from echo2p2p.learning.trainer import AdapterSettings, GRPOTrainer, TrainerSettings
 from echo2p2p.rollout.transformers_engine import TransformersEngine
+from echo2p2p.settings import Settings
 from echo2p2p.swarm.memory import MemorySwarm
 from echo2p2p.swarm.virtual_time import run_virtual
 from echo2p2p.weights.adapter import ADAPTER_FILE, AdapterSpec, decode_spec, merge

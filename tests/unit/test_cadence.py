@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.learning.cadence import Cadence, due, latest
 from echo2p2p.provisioning.capacity import conservative_staleness, min_kappa
+from echo2p2p.settings import LearnerSettings
 
 measurements = st.none() | st.floats(0, 10)
 models = {

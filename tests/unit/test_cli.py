@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from echo2p2p.cli.main import COMMANDS, EXIT_CODES, LazyGroup, cli, main
-from echo2p2p.config import load
 from echo2p2p.errors import Echo2p2pError
+from echo2p2p.layering import load
 
 ROOT = Path(__file__).parents[2]
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLYdTyB4sXWDgi2bL1bf3619zA4W1rpf8Fp2qnCzAbYLP"

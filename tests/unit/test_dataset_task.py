@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.conversation import Conversation
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
 from echo2p2p.errors import SettingsError
+from echo2p2p.settings import TaskSettings
 
 
 def table(start: int, stop: int) -> pa.Table:

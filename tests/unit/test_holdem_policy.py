@@ -10,7 +10,6 @@ import pytest
 import torch
 from policies import make_text_policy
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.holdem_opponents import Rules, Seen
 from echo2p2p.data.policy import load_config
@@ -24,6 +23,7 @@ from echo2p2p.learning.batching import collate, rows_of
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
 from echo2p2p.rollout.episodes import roll_out
 from echo2p2p.rollout.transformers_engine import TransformersEngine
+from echo2p2p.settings import TaskSettings
 
 BUDGET = 600
 HANDS = 4

@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-from echo2p2p.config import LearnerSettings, ProvisioningSettings
 from echo2p2p.data.trajectory import Group, Trajectory
 from echo2p2p.data.work import Lease, Submit, Verdict
 from echo2p2p.learning.admission import Refusal
@@ -11,6 +10,7 @@ from echo2p2p.learning.dispatcher import CHECKED_AT_ONCE, Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings, ProvisioningSettings
 
 EVENTS = SimpleNamespace(emit=lambda *_, **__: None)
 LEARNER = LearnerSettings(

@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.graders import is_code
 from echo2p2p.data.reasoning import _tagged
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task
 from echo2p2p.data.work import Stage, TaskSpec
 from echo2p2p.errors import SettingsError
+from echo2p2p.settings import TaskSettings
 
 
 @pytest.fixture(scope="module")

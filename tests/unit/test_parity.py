@@ -10,9 +10,9 @@ from scipy import stats
 from benchmarks.bands import Run, aligned, band, paired
 from benchmarks.colocated import train
 from benchmarks.parity import Case, Results, of_swarm
-from echo2p2p.config import load
 from echo2p2p.data import task
 from echo2p2p.data.task import make_task
+from echo2p2p.layering import load
 
 
 def run(seed: int = 0, **curve: float) -> Run:

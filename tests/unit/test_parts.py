@@ -2,8 +2,8 @@
 
 import pytest
 
-from echo2p2p.config import load
 from echo2p2p.errors import SettingsError
+from echo2p2p.layering import load
 from echo2p2p.parts import load_policy, torch_device
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.data import graders
 from echo2p2p.data.sandbox import Sandbox, SandboxLimits
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
@@ -18,6 +17,7 @@ from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.scoring_costs import ALWAYS_ALLOWED_S, BURST_S, PER_S, TIMES_USUAL, Check, ScoringCosts
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.simulation.engine import ModelledScorer
 
 N_SAMPLES = 16

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.episode import score_sample
 from echo2p2p.data.sandbox import Sandbox, SandboxLimits, file_digest
@@ -20,6 +19,7 @@ from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Trajectory, pack_logprobs
 from echo2p2p.errors import RewardFailed, SettingsError
 from echo2p2p.parts import SEED_POLICY
+from echo2p2p.settings import TaskSettings
 
 LIMITS = SandboxLimits(call_s=0.5, start_s=30, memory_bytes=2**29)
 REWARDS = """

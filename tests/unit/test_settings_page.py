@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from echo2p2p.config import Settings
+from echo2p2p.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 

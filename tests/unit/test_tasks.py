@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from echo2p2p.config import TaskSettings
 from echo2p2p.data.chosen import build, choose
 from echo2p2p.data.draw import score
 from echo2p2p.data.task import HELD_OUT, TRAIN, make_task, names
 from echo2p2p.errors import SettingsError
+from echo2p2p.settings import TaskSettings
 
 ALL = [
     ("strings", {"kind": "reverse"}),

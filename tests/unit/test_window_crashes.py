@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from echo2p2p.config import LearnerSettings
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
 from echo2p2p.data.work import Lease, Submit, Verdict
 from echo2p2p.learning.dispatcher import LEFT_THE_WINDOW, Dispatcher
@@ -15,6 +14,7 @@ from echo2p2p.learning.journal import Journal
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.replay import staleness_histogram
 from echo2p2p.learning.sessions import Session
+from echo2p2p.settings import LearnerSettings
 from echo2p2p.simulation.engine import ModelledScorer
 
 SCORER = ModelledScorer()
