@@ -93,6 +93,10 @@ def _way(patches: float) -> str:
     return ", by one patch" if patches == 1 else f", by {patches:.0f} patches"
 
 
+def _found_out(event: Event) -> str:
+    return f"{short_peer(event.get('worker'))} is turned away: {clean(event.get('reason'), 200)}"
+
+
 def _withheld(event: Event) -> str:
     return f"version {clean(event.get('version'))} is not published: {clean(event.get('reason'), 200)}"
 
@@ -129,6 +133,7 @@ _TELLERS: dict[str, Callable[[Event], str]] = {
     "session": _session,
     "state": _state,
     "installed": _installed,
+    "found_out": _found_out,
     "withheld": _withheld,
     "rolled_forward": _rolled_forward,
     "disk_full": _disk_full,

@@ -10,6 +10,7 @@ from policies import make_text_policy
 from small_swarm import settings, train
 
 from echo2p2p.rollout.transformers_engine import TransformersEngine
+from echo2p2p.telemetry.story import tell
 
 
 class Hurried(TransformersEngine):
@@ -49,4 +50,5 @@ async def test_a_worker_with_made_up_log_probabilities_is_turned_away(tmp_path, 
     for event in found:
         assert "not those of its tokens" in event["reason"]
         assert left[event["worker"]] == event["reason"]
+        assert "is turned away: its log-probabilities" in tell(event)
         assert f"worker {event['worker']} is turned away" in caplog.text
