@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import rich_click as click
 
 from echo2p2p.cli.options import checked_run, json_option, resolve, swarm_options
 from echo2p2p.cli.table import print_json, print_table
-from echo2p2p.errors import Echo2p2pError, SwarmError
+from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, PeerUnreachable, SwarmError
+
+if TYPE_CHECKING:  # what a command needs of the swarm is imported when it looks
+    from echo2p2p.swarm.directory import Directory
+    from echo2p2p.swarm.records import LearnerRecord
 
 T = TypeVar("T")
 
@@ -75,14 +79,13 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
     from echo2p2p.telemetry.text import human_seconds
 
     async def look(network: Any) -> tuple[dict[str, Any], Any]:
-        from echo2p2p.swarm.directory import Directory
-
-        directory = Directory(network, await only_run(network, run, timeout_s))
-        await directory.learner(timeout_s)  # its record says where to dial it
+        directory, record = await look_up(network, run, timeout_s)
         adverts = await directory.workers(timeout_s)
         try:
             status = await ask_status(network, directory.keys, timeout_s=timeout_s)
         except SwarmError as error:
+            if record is None and not adverts:
+                raise unknown(directory.keys.run) from error
             click.echo(
                 f"the learner does not answer, so this is what workers announce: {error.message}", err=True
             )
@@ -162,17 +165,17 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
 def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> None:
     """A run as its learner describes it, with what became of the groups it was sent."""
     from echo2p2p.learning.status import ask_status
-    from echo2p2p.swarm.directory import Directory
 
     async def look(network: Any) -> dict[str, Any]:
-        directory = Directory(network, await only_run(network, run, timeout_s))
-        record = await directory.learner(timeout_s)
+        directory, record = await look_up(network, run, timeout_s)
         facts: dict[str, Any] = {"run": directory.keys.run}
         if record is not None:
             facts |= msgspec.structs.asdict(record)
         try:
             status = await ask_status(network, directory.keys, timeout_s=timeout_s)
         except SwarmError as error:
+            if record is None:
+                raise unknown(directory.keys.run) from error
             click.echo(f"the learner does not answer, so this is what it last announced: {error}", err=True)
         else:
             facts |= {k: v for k, v in msgspec.structs.asdict(status).items() if k != "workers"}
@@ -180,10 +183,6 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         return facts
 
     facts = join_and_look(swarm, look, timeout_s)
-    if len(facts) == 1:
-        raise SwarmError(
-            f"nothing is known of {facts['run']}", hint="its learner may be down; records live 90 s"
-        )
     if as_json:
         print_json(facts)
         return
@@ -197,24 +196,27 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
     """The newest published version: fetched, verified, and what it consists of."""
 
     async def look(network: Any) -> dict[str, Any]:
-        from echo2p2p.swarm.directory import Directory
         from echo2p2p.swarm.records import ManifestRecord
         from echo2p2p.weights.lane import DEFAULT_FETCH_LIMITS, get_manifest
         from echo2p2p.weights.manifest import ManifestVerifier
 
-        directory = Directory(network, await only_run(network, run, timeout_s))
-        await directory.learner(timeout_s)  # its record says where to dial it
+        directory, learner = await look_up(network, run, timeout_s)
         record = await directory.manifest(timeout_s)
         if record is None or not isinstance(record.body, ManifestRecord):
+            if learner is None:
+                raise unknown(directory.keys.run)
             raise SwarmError(f"{directory.keys.run} has published nothing yet")
-        body = await get_manifest(
-            network,
-            directory.keys.learner_id,
-            record.body.manifest_digest,
-            record.body.version,
-            max_bytes=record.body.manifest_bytes,
-            limits=DEFAULT_FETCH_LIMITS,
-        )
+        try:
+            body = await get_manifest(
+                network,
+                directory.keys.learner_id,
+                record.body.manifest_digest,
+                record.body.version,
+                max_bytes=record.body.manifest_bytes,
+                limits=DEFAULT_FETCH_LIMITS,
+            )
+        except (PeerUnreachable, DeadlineExceeded) as error:
+            raise unreachable(directory.keys.run, learner) from error
         verified = ManifestVerifier(directory.keys.run).accept(body, record.body.manifest_digest)
         return {
             "run": verified.run,
@@ -299,7 +301,39 @@ def join_and_look(swarm: dict[str, Any], ask: Callable[[Any], Awaitable[T]], tim
     return run_role(main)
 
 
-async def only_run(network: Any, run: str | None, timeout_s: float) -> str:
+async def look_up(network: Any, run: str | None, timeout_s: float) -> tuple[Directory, LearnerRecord | None]:
+    """The directory of the run that was named, or of the only one, and what its learner says of the run.
+
+    With that record the network knows where to dial the learner.
+    """
+    from echo2p2p.swarm.directory import Directory
+
+    directory = Directory(network, await _only_run(network, run, timeout_s))
+    return directory, await directory.learner(timeout_s)
+
+
+def unknown(run: str) -> SwarmError:
+    """What to say where there is no record of ``run``, and its learner does not answer."""
+    return SwarmError(
+        f"nothing is known of {run}",
+        hint="it is spelled otherwise, or its learner left more than 90 s ago; "
+        "`echo2p2p inspect record echo2p2p/1/runs` lists the runs of a swarm",
+    )
+
+
+def unreachable(run: str, record: LearnerRecord | None) -> SwarmError:
+    """What to say where there are records of ``run``, and its learner, whose last is ``record``, does not answer."""
+    why = "it may have finished, or be down"
+    if record is not None and record.state != "running":
+        why = f"the run is {record.state}"
+    return SwarmError(
+        f"the learner of {run} cannot be reached: {why}",
+        hint="what it published is in its run folder, for `echo2p2p eval` and `export`; a run that was stopped goes "
+        "on with `echo2p2p learner --resume latest`",
+    )
+
+
+async def _only_run(network: Any, run: str | None, timeout_s: float) -> str:
     """The run that was named, or the only one there is."""
     if run is not None:
         return run
@@ -329,4 +363,4 @@ def _pairs(values: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-__all__: Sequence[str] = ["command", "join_and_look", "only_run"]
+__all__: Sequence[str] = ["command", "join_and_look", "look_up", "unknown", "unreachable"]

@@ -11,7 +11,7 @@ import rich_click as click
 
 from echo2p2p.cli.options import checked_run, json_option, swarm_options
 from echo2p2p.cli.table import print_json, print_table
-from echo2p2p.errors import SettingsError
+from echo2p2p.errors import DeadlineExceeded, PeerUnreachable, SettingsError
 from echo2p2p.provisioning.activation import Candidate
 from echo2p2p.provisioning.plan import Inputs, Plan, plan
 
@@ -146,15 +146,16 @@ def _facts(result: Plan) -> dict[str, Any]:
 
 def _ask_swarm(run: str | None, timeout_s: float, swarm: dict[str, Any]) -> list[Candidate]:
     """The workers that are with a run's learner. Raises SwarmError where it does not answer."""
-    from echo2p2p.cli.inspect import join_and_look, only_run
+    from echo2p2p.cli.inspect import join_and_look, look_up, unknown, unreachable
     from echo2p2p.learning.status import ask_status
 
     async def look(network: Any) -> list[Candidate]:
-        from echo2p2p.swarm.directory import Directory
-
-        directory = Directory(network, await only_run(network, run, timeout_s))
-        await directory.learner(timeout_s)  # its record says where to dial it
-        status = await ask_status(network, directory.keys, timeout_s=timeout_s)
+        directory, learner = await look_up(network, run, timeout_s)
+        try:
+            status = await ask_status(network, directory.keys, timeout_s=timeout_s)
+        except (PeerUnreachable, DeadlineExceeded) as error:
+            run_name = directory.keys.run
+            raise (unreachable(run_name, learner) if learner else unknown(run_name)) from error
         return [Candidate(w.peer, w.price_per_hour, w.mu) for w in status.workers if w.gone_s is None]
 
     return join_and_look(swarm, look, timeout_s)
