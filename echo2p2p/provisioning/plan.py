@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from echo2p2p.provisioning.activation import Candidate, cheapest
 from echo2p2p.provisioning.capacity import (
@@ -68,7 +69,15 @@ class Plan:
 
 
 def plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
-    """The cheapest workers that keep the learner busy under ``inputs``."""
+    """The cheapest workers that keep the learner busy under ``inputs``; where there are none, what would help."""
+    found = _cheapest_plan(inputs, candidates)
+    if found.feasible:
+        return found
+    advice = _what_helps(found, candidates)
+    return replace(found, why=f"{found.why}: {' or '.join(advice)}") if advice else found
+
+
+def _cheapest_plan(inputs: Inputs, candidates: Sequence[Candidate]) -> Plan:
     instant = _plan(inputs, candidates, t_work_s=0.0)
     if not inputs.at_once or not instant.workers:
         return instant
@@ -94,11 +103,13 @@ def _plan(inputs: Inputs, candidates: Sequence[Candidate], *, t_work_s: float) -
             f"κ must be at least {least}, and S at least {least_s}"
         )
     elif math.isinf(needed):
-        why = (
-            f"with κ = {kappa} rollouts get older than S, however many workers there are; lower κ or raise S"
-        )
+        why = f"with κ = {kappa} rollouts get older than S, however many workers there are"
     elif mu_pool < target * (1 - 1e-9):
-        why = _too_few(inputs, candidates, mu_pool, target)
+        cap = inputs.price_cap_per_hour
+        why = (
+            f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min)"
+            f"{'' if math.isinf(cap) else f' for ${cap:g}/h'}; {target - mu_pool:.4g} rollouts/s are missing"
+        )
     else:
         why = ""
     price = sum(c.price_per_hour for c in chosen)
@@ -120,17 +131,36 @@ def _plan(inputs: Inputs, candidates: Sequence[Candidate], *, t_work_s: float) -
     )
 
 
-def _too_few(inputs: Inputs, candidates: Sequence[Candidate], mu_pool: float, target: float) -> str:
-    """What is missing where the workers do not reach ``target``, and what to do about it."""
-    cap = inputs.price_cap_per_hour
-    within_cap = "" if math.isinf(cap) else f" for ${cap:g}/h"
-    short = (
-        f"all workers together make {mu_pool:.4g} of {target:.4g} rollouts/s (γ · μ_min){within_cap}; "
-        f"{target - mu_pool:.4g} rollouts/s are missing"
-    )
-    if not math.isinf(cap):
-        uncapped = cheapest(candidates, target)
-        if sum(c.mu for c in uncapped) >= target * (1 - 1e-9):
-            needed = math.ceil(sum(c.price_per_hour for c in uncapped) * 100 - 1e-6) / 100
-            return f"{short}: raise the price cap to ${needed:.2f}/h, or raise S"
-    return f"{short}: add workers, raise S, or train slower (a larger T_train)"
+def _what_helps(found: Plan, candidates: Sequence[Candidate]) -> list[str]:
+    """What would make ``found`` feasible, each by itself. Nothing is advised that a plan does not confirm."""
+    inputs = found.inputs
+
+    def feasible(**changed: Any) -> Plan | None:
+        other = _cheapest_plan(replace(inputs, **changed), candidates)
+        return other if other.feasible else None
+
+    advice = []
+    if uncapped := feasible(price_cap_per_hour=math.inf):
+        advice.append(
+            f"raise the price cap to ${math.ceil(uncapped.price_per_hour * 100 - 1e-6) / 100:.2f}/h"
+        )
+    elif not math.isinf(found.mu_min):
+        advice.append("add workers")
+    if inputs.kappa and (other := feasible(kappa=None)):
+        advice.append(f"set κ to {other.kappa}")
+    work_s = inputs.at_once * len(found.workers) / found.mu_pool if found.mu_pool else 0.0
+    times = {"t_train_s": inputs.t_train_s, "t_bcast_s": inputs.t_bcast_s}
+    kappa = inputs.kappa or min_kappa(**times)
+    # The first S that any pool can keep. One more asks for the fewest workers; who they are changes T_work a little.
+    least = kappa + min_staleness(**times, t_work_s=work_s) - min_kappa(**times)
+    for staleness in range(max(inputs.staleness + 1, least), least + 3):
+        if feasible(staleness=staleness):
+            advice.append(f"raise S to {staleness}")
+            break
+    if inputs.t_bcast_s and feasible(t_bcast_s=0.0):
+        advice.append("broadcast faster")
+    if not math.isinf(found.mu_min):
+        rollouts = int(inputs.rollouts * found.mu_pool / found.mu_target)
+        if rollouts and feasible(rollouts=rollouts):
+            advice.append(f"train on no more than {rollouts} rollouts a step")
+    return advice

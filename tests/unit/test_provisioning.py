@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -354,6 +356,42 @@ def test_a_plan_says_what_stands_in_the_way():
     assert (good.feasible, good.kappa, good.delta_cons, len(good.workers)) == (True, 2, 3, 6)
     assert "κ must be at least 2" in plan(Inputs(2048, 1600, 1700, 1, 1.1), workers).why
     assert "all workers together" in plan(Inputs(2048, 1600, 1312, 3, 1.1), workers[:3]).why
+
+
+def test_a_plan_advises_only_what_would_help():
+    few = [Candidate(str(i), 0.35, 0.25) for i in range(5)]  # 1.25 rollouts/s, and γ·R/T_train is 1.41
+    no_s = plan(Inputs(2048, 1600, 1312, 3, 1.1), few).why
+    assert "raise S" not in no_s
+    assert no_s.endswith("add workers or train on no more than 1818 rollouts a step")
+    assert plan(Inputs(1818, 1600, 1312, 3, 1.1), few).feasible
+    narrow = Inputs(1000, 100, 250, 5, 1.1)
+    some = [Candidate(str(i), 0.35, 1.0) for i in range(12)]
+    assert plan(narrow, some).why.endswith(
+        "raise S to 6 or broadcast faster or train on no more than 545 rollouts a step"
+    )
+    assert plan(replace(narrow, staleness=6), some).feasible
+    assert "set κ to 1" in plan(Inputs(1000, 100, 50, 2, 1.1, kappa=3), some * 2).why
+
+
+@settings(max_examples=50)
+@given(
+    st.integers(1, 500),
+    st.floats(0, 1000),
+    st.integers(1, 6),
+    st.none() | st.integers(1, 6),
+    st.integers(0, 300),
+    st.integers(0, 30),
+)
+def test_s_is_to_be_raised_exactly_where_that_helps(rollouts, t_bcast_s, staleness, kappa, at_once, n):
+    workers = [Candidate(str(i), 0.35, 0.25) for i in range(n)]
+    inputs = Inputs(rollouts, 100, t_bcast_s, staleness, 1.1, kappa, at_once=at_once)
+    advised = re.search(r"raise S to (\d+)", plan(inputs, workers).why)
+    larger = range(staleness + 1, staleness + 40)
+    first = next((s for s in larger if plan(replace(inputs, staleness=s), workers).feasible), None)
+    if plan(inputs, workers).feasible:
+        assert advised is None
+    else:
+        assert (int(advised[1]) if advised else None) == first
 
 
 def test_a_shortfall_that_the_learner_feels_waits_for_no_persistence():
