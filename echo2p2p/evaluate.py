@@ -26,6 +26,8 @@ class Evaluation:
         reward: mean over all samples.
         low, high: 95 % confidence interval of the mean over prompts like these; samples of one prompt are not
             independent, so it is taken over the prompts' means.
+        samples_per_prompt: completions of each prompt.
+        samples: completions of all prompts together.
         failed: samples whose reward could not be computed, counted as 0.
         tokens_mean: sampled tokens a completion.
     """
@@ -35,6 +37,7 @@ class Evaluation:
     low: float
     high: float
     prompts: int
+    samples_per_prompt: int
     samples: int
     failed: int
     tokens_mean: float
@@ -100,6 +103,7 @@ def _summary(task: str, groups: list[Group]) -> Evaluation:
         low=centre - half,
         high=centre + half,
         prompts=len(groups),
+        samples_per_prompt=len(groups[0].samples),
         samples=len(samples),
         failed=sum(sample.failed for sample in samples),
         tokens_mean=mean(sample.n_trained for sample in samples),

@@ -87,7 +87,7 @@ def command(
     click.echo(
         f"{of} on {found.task}: held-out reward {found.reward:.4f} "
         f"(95 % between {found.low:.4f} and {found.high:.4f}; "
-        f"{found.prompts} prompts × {samples}, {found.tokens_mean:.1f} tokens each)"
+        f"{found.prompts} prompts × {found.samples_per_prompt}, {found.tokens_mean:.1f} tokens each)"
     )
     if found.failed:
         click.echo(f"{found.failed} rewards could not be computed and count as 0", err=True)

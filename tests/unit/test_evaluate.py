@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -34,7 +36,7 @@ def test_the_interval_is_over_prompts_because_samples_of_one_are_alike():
     half = 1.96 * math.sqrt((0.25 + 0.25) / 3) / 2
     assert found.low == pytest.approx(0.5 - half)
     assert found.high == pytest.approx(0.5 + half)
-    assert (found.prompts, found.samples, found.tokens_mean) == (4, 8, 2)
+    assert (found.prompts, found.samples_per_prompt, found.samples, found.tokens_mean) == (4, 2, 8, 2)
 
 
 def test_a_policy_folder_is_evaluated_on_the_task_that_the_settings_name():
@@ -43,7 +45,11 @@ def test_a_policy_folder_is_evaluated_on_the_task_that_the_settings_name():
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
     assert 0.15 < found["low"] < found["reward"] < found["high"] < 0.6  # the seed policy reverses some
-    assert (found["task"], found["samples"], found["version"]) == ("strings", 128, None)
+    assert (found["task"], found["version"], found["failed"]) == ("strings", None, 0)
+    assert (found["prompts"], found["samples_per_prompt"], found["samples"]) == (64, 2, 128)
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    documented = page.partition("`--json` prints")[2].partition("\n\n")[0]
+    assert list(found) == re.findall(r"`(\w+)`", documented)
     again = CliRunner().invoke(command, arguments)
     assert json.loads(again.output) == found
 
