@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -13,11 +16,16 @@ from echo2p2p.settings import Settings
 
 
 class RunDir:
-    """A locked run folder. The lock goes with the process, whatever ends it."""
+    """A locked run folder. The lock goes with the process, whatever ends it.
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    Args:
+        made: the folders that were made for it, the innermost first.
+    """
+
+    def __init__(self, path: Path, lock: IO[str], made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock = lock
+        self._made = made
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -27,18 +35,22 @@ class RunDir:
             SettingsError: it cannot be made, or another process works in it.
         """
         try:
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
         except OSError as error:
             raise SettingsError(f"run folder {path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # One that was opened just before another process removed its folder guards nothing.
+            if not os.path.samestat(os.fstat(lock.fileno()), (path / "lock").stat()):
+                raise FileNotFoundError
         except OSError:
             lock.close()
             raise SettingsError(
                 f"run folder {path} is in use by another process", hint="name another one with --run-dir"
             ) from None
-        return cls(path, lock)
+        return cls(path, lock, made)
 
     @classmethod
     def first_free(cls, stem: Path) -> RunDir:
@@ -86,4 +98,10 @@ class RunDir:
             raise kind(f"{path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
+        """Give the folder back. One that was made here, and that nothing was written to, is removed."""
+        with suppress(OSError):  # somebody has put something there, or taken it away
+            if self._made and [entry.name for entry in self.path.iterdir()] == ["lock"]:
+                (self.path / "lock").unlink()
+                for folder in self._made:
+                    folder.rmdir()
         self._lock.close()

@@ -101,3 +101,4 @@ def command(
             click.echo(f"the run is finished; draw it with: echo2p2p report {place.path}", err=True)
         elif started and (place.path / "checkpoints").is_dir():
             click.echo("stopped; go on with --resume latest", err=True)
+        place.close()

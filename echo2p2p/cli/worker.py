@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,5 +84,6 @@ def command(
     def joined(network: Any) -> None:
         click.echo(f"worker {network.peer_id} has joined the swarm, folder {place.path}", err=True)
 
-    run_role(lambda stop: run_worker(settings, run, place, stop=stop, joined=joined, watch=WorkerView))
+    with closing(place):
+        run_role(lambda stop: run_worker(settings, run, place, stop=stop, joined=joined, watch=WorkerView))
     click.echo("the worker has left the run", err=True)

@@ -13,6 +13,7 @@ import pytest
 from echo2p2p.cli.main import COMMANDS, EXIT_CODES, LazyGroup, cli, main
 from echo2p2p.errors import Echo2p2pError
 from echo2p2p.layering import load
+from echo2p2p.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWLYdTyB4sXWDgi2bL1bf3619zA4W1rpf8Fp2qnCzAbYLP"
@@ -205,3 +206,42 @@ def test_bad_input_gets_one_clear_line_and_its_exit_code(
     assert ended.value.code == code, told.err
     assert says in told.err
     assert not told.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["learner", "--resume", "latest"], "there is no checkpoint under"),
+        (["learner", "--policy", "."], "config.json"),
+        (["learner", "--run-dir", "deep/er", "--set", "policy.device=abacus"], "no device 'abacus'"),
+        (["worker", "--run", f"spark@{PEER[-52:]}", "--initial-peers", PEER, "--device", "abacus"], "abacus"),
+        (["learner", "--run-dir", "other"], "holds checkpoints of an earlier run"),
+        (["learner", "--run-dir", "empty", "--set", "policy.device=abacus"], "no device 'abacus'"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_no_folder_behind(arguments, says, tmp_path, monkeypatch, capsys):
+    (tmp_path / "other/checkpoints/step-000000000007").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    assert says in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "other",
+        "empty",
+    }  # not its own, and not to be removed
+
+
+def test_a_folder_with_something_in_it_stays(tmp_path):
+    first = RunDir.open(tmp_path / "runs/a")
+    second = RunDir.first_free(tmp_path / "runs/a")
+    assert second.path.name == "a-2"
+    second.close()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    first.identity.write_text("key")
+    first.close()
+    assert first.identity.is_file()
+    RunDir.open(first.path).close()  # it was there before
+    assert first.identity.is_file()
