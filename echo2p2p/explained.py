@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli_w
@@ -15,20 +15,25 @@ SOURCE_COLUMN = 48
 """Where the comments begin, if the value leaves them room."""
 
 
-def explain(settings: Settings, layered: Sequence[Layer]) -> str:
+def explain(settings: Settings, layered: Sequence[Layer], without: Collection[str] = ()) -> str:
     """The settings as TOML that reads back equal, with a comment at every value: where it comes from.
 
     What is not set has no value in TOML and stands as a comment, with its meaning.
 
     Args:
         layered: what ``settings`` were merged from; what none of the layers has is a default.
+        without: names in the tree's first row that are left out.
     """
-    return "\n".join(_section(settings, "", layered)) + "\n"
+    return "\n".join(_section(settings, "", layered, without)) + "\n"
 
 
-def _section(model: BaseModel, path: str, layered: Sequence[Layer]) -> Iterator[str]:
+def _section(
+    model: BaseModel, path: str, layered: Sequence[Layer], without: Collection[str] = ()
+) -> Iterator[str]:
     inner: list[tuple[str, BaseModel]] = []
     for name, field in type(model).model_fields.items():
+        if name in without:
+            continue
         value = getattr(model, name)
         here = f"{path}.{name}" if path else name
         if isinstance(value, BaseModel):

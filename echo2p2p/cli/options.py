@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,11 +169,11 @@ def checked_run(_: click.Context, __: click.Parameter, run: str | None) -> str |
     return run
 
 
-def print_settings(settings: Settings, layered: Sequence[Layer]) -> None:
-    """The answer to ``--dry-run``: every value in force, with its source."""
+def print_settings(settings: Settings, layered: Sequence[Layer], without: Collection[str] = ()) -> None:
+    """The answer to ``--dry-run``: every value in force, with its source, but for what no value is in force of."""
     from echo2p2p.explained import explain
 
-    click.echo(explain(settings, layered), nl=False)
+    click.echo(explain(settings, layered, without), nl=False)
 
 
 def _toml_value(value: Any) -> str:

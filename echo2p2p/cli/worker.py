@@ -10,6 +10,9 @@ import rich_click as click
 
 from echo2p2p.cli.options import checked_run, print_settings, resolve_layers, settings_options, swarm_options
 
+_LEARNER_S = ("name", "learner", "provisioning")
+"""What a worker never looks up in its own settings: the run's is in force."""
+
 
 @click.command("worker")
 @settings_options
@@ -68,7 +71,9 @@ def command(
         **{"": {"run_dir": run_dir}},
     )
     if dry_run:
-        print_settings(settings, layered)
+        click.echo(f"# The run is {run}. Its learner says what is trained and who is paid;")
+        click.echo("# [task] only says which code and files of a task this worker allows.\n")
+        print_settings(settings, layered, without=_LEARNER_S)
         return
     from echo2p2p.cli.run import run_role, setup_logging
     from echo2p2p.roles import run_worker

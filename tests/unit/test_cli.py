@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,21 @@ def test_dry_run_shows_every_value_with_its_source_and_starts_nothing(tmp_path):
     )
     assert load([resolved]) == expected
     assert {path.name for path in tmp_path.iterdir()} == {"one.toml", "resolved.toml"}
+
+
+def test_dry_run_of_a_worker_shows_what_is_a_worker_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_name = f"spark@{PEER[-52:]}"
+    given = ["--run", run_name, "--price", "2", "--set", "learner.staleness=7", "--initial-peers", PEER]
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", "worker", *given, "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert run_name in shown.splitlines()[0]
+    told = tomllib.loads(shown)
+    assert told["worker"]["price_per_hour"] == 2
+    assert set(told) == {"seed", "swarm", "task", "policy", "worker", "weights"}
 
 
 def shipped_lines():
