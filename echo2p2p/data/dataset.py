@@ -52,7 +52,7 @@ def make_dataset(seed: int, options: Mapping[str, Any]) -> QuestionTask:
         held_out = _named(folder, splits, held_out)
     else:
         held_out = next((name for name in _HELD_OUT_SPLITS if name in splits and name != train), "")
-    rows = Rows()
+    rows = Rows(asking.after)
     _read(rows, splits[train], asking)
     if held_out and held_out != train:
         n_train = len(rows)
@@ -90,7 +90,7 @@ def _read(rows: Rows, files: list[Path], asking: Asking) -> None:
     for path in files:
         for number, (question, answer) in enumerate(_pairs(path, asking)):
             try:
-                rows.append(_question(question), asking.wanted(_answer(answer)))
+                rows.append(_question(question), _answer(answer))
             except (ValueError, SettingsError) as error:
                 said = error.message if isinstance(error, SettingsError) else str(error)
                 hint = error.hint if isinstance(error, SettingsError) else ""

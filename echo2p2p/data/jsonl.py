@@ -43,7 +43,7 @@ def make_jsonl(seed: int, options: Mapping[str, Any]) -> QuestionTask:
 
 
 def _read(path: Path, asking: Asking) -> Rows:
-    rows = Rows()
+    rows = Rows(asking.after)
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_QUESTION_BYTES + 1), b""), start=1):
             if len(line) > MAX_QUESTION_BYTES:
@@ -65,7 +65,7 @@ def _read(path: Path, asking: Asking) -> Rows:
                     hint="name the fields with the options question and answer",
                 ) from error
             try:
-                rows.append(question, asking.wanted(answer))
+                rows.append(question, answer)
             except SettingsError as error:
                 raise SettingsError(f"{path}, line {number}: {error.message}", hint=error.hint) from error
     return rows

@@ -39,11 +39,16 @@ _TEXT, _CONVERSATION = b"\0", b"\1"
 class Rows:
     """Questions with their answers in a file without a name, which goes with this process.
 
+    Args:
+        after: of an answer what counts is what stands behind the last such mark; empty for the whole.
+
     Raises:
         SettingsError: there is no room for it where temporary files go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: str = "") -> None:
+        self._after = after
+        self._marked = False
         file, path = tempfile.mkstemp(prefix="echo2p2p-questions-")
         Path(path).unlink()
         self._file = file
@@ -55,6 +60,10 @@ class Rows:
         """Add one. Raises SettingsError if it is empty, no text or too long, or the disk is full."""
         if not question:
             raise SettingsError("the question is empty")
+        if self._after:
+            _, mark, answer = answer.rpartition(self._after)
+            self._marked |= bool(mark)
+        answer = answer.strip()
         if isinstance(question, Conversation):
             _encoded(question)
             asked = _CONVERSATION + json.dumps(question.messages).encode()
@@ -88,6 +97,14 @@ class Rows:
         if kind == _CONVERSATION:
             return Conversation([(role, content) for role, content in json.loads(asked)]), _decoded(answer)
         return _decoded(asked), _decoded(answer)
+
+    def check_mark(self) -> None:
+        """Raises SettingsError if ``after`` stands in no answer: each of them would count as a whole."""
+        if self._after and not self._marked:
+            raise SettingsError(
+                f"no answer holds the mark {self._after!r} of task option after",
+                hint="leave it out where the answers are nothing else",
+            )
 
     def digest(self) -> str:
         """Of all questions and answers in their order: BLAKE3, hexadecimal."""
@@ -168,10 +185,6 @@ class Asking:
             template=template,
         )
 
-    def wanted(self, answer: str) -> str:
-        """The part of ``answer`` that counts."""
-        return (answer.rpartition(self.after)[2] if self.after else answer).strip()
-
 
 class QuestionTask:
     """A task of questions.
@@ -193,6 +206,7 @@ class QuestionTask:
         for split, numbers in members.items():
             if not len(numbers):
                 raise SettingsError(f"there are too few questions for a {split} split")
+        rows.check_mark()
         self._name = name
         self._rows = rows
         self._epochs = Epochs(f"{name}|{seed}", members)

@@ -54,6 +54,19 @@ def made(path, **options):
     return make_task("dataset", options={"path": str(path), "score": "exact", "after": "####", **options})
 
 
+def test_a_mark_that_stands_in_no_answer_is_refused_and_one_in_some_is_not(hub, tmp_path):
+    with pytest.raises(SettingsError, match="no answer holds the mark '@@@'"):
+        made(hub, after="@@@")
+    lines = [{"question": f"{i}?", "answer": "#### 7" if i == 3 else " 7"} for i in range(60)]
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wanted = {"path": str(file), "score": "exact"}
+    task = make_task("jsonl", options={**wanted, "after": "####"})
+    assert {task.answer(i) for i in range(40)} == {"7"}
+    with pytest.raises(SettingsError, match="task option after"):
+        make_task("jsonl", options={**wanted, "after": "Answer:"})
+
+
 def test_a_folder_of_parquet_trains_on_its_train_split_and_holds_its_test_split_out(hub):
     task = made(hub)
     train = [task.prompt(i) for i in range(40)]
@@ -124,7 +137,7 @@ def test_columns_are_a_matter_of_options_and_may_lie_within_others(tmp_path):
         for i in range(30)
     ]
     parquet.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
-    task = made(folder, question="prompt", answer="reward_model.ground_truth")
+    task = made(folder, question="prompt", answer="reward_model.ground_truth", after="")
     prompt = task.prompt(0)
     assert isinstance(prompt, Conversation)
     assert prompt.messages == (("system", "Be brief."), ("user", f"{task.answer(0)}?"))
