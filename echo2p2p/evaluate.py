@@ -53,12 +53,10 @@ async def evaluate(policy_dir: Path, settings: Settings, *, prompts: int, sample
         EngineError, OutOfMemory: as the engine does.
     """
     from echo2p2p.data.chosen import choose
-    from echo2p2p.data.policy import build_model, load_config
-    from echo2p2p.data.scoring import TaskScorer
+    from echo2p2p.data.policy import build_model
     from echo2p2p.data.task import HELD_OUT
-    from echo2p2p.data.tokens import PolicyTokenizer
     from echo2p2p.data.trajectory import Sampling
-    from echo2p2p.parts import torch_device
+    from echo2p2p.parts import make_scorer, torch_device
     from echo2p2p.rollout.episodes import roll_out
     from echo2p2p.rollout.transformers_engine import TransformersEngine
     from echo2p2p.weights.snapshot import from_state_dict
@@ -68,8 +66,7 @@ async def evaluate(policy_dir: Path, settings: Settings, *, prompts: int, sample
     snapshot = from_state_dict(model.state_dict())
     engine = TransformersEngine(policy_dir, device=device, threads=settings.learner.threads or None)
     spec, task = choose(settings.task)
-    tokenizer = PolicyTokenizer(policy_dir, chat_template=spec.chat_template)
-    scorer = TaskScorer(task, tokenizer, int(load_config(policy_dir).vocab_size))
+    scorer = make_scorer(policy_dir, task, spec)
     options = settings.learner
     try:
         await engine.install(snapshot, 0)

@@ -91,7 +91,7 @@ def load_policy(
         adapter=trainer.adapter,
     )
     spec, task = choose(settings.task)
-    return spec, _scorer(folder, task, spec), trainer, engine
+    return spec, make_scorer(folder, task, spec), trainer, engine
 
 
 def trainer_settings(settings: Settings) -> TrainerSettings:
@@ -179,8 +179,8 @@ def build_engine(
     if ADAPTER_FILE in assets:
         adapter = decode_spec(assets[ADAPTER_FILE])
         _link_base(settings.policy.path or SEED_POLICY, run_dir.policy)
-    engine = make_engine(settings.worker, run_dir.policy, adapter)
-    return engine, _scorer(run_dir.policy, built, task)
+    scorer = make_scorer(run_dir.policy, built, task)
+    return make_engine(settings.worker, run_dir.policy, adapter), scorer
 
 
 def make_engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | None = None) -> InferenceEngine:
@@ -202,12 +202,18 @@ def make_engine(options: WorkerSettings, policy: Path, adapter: AdapterSpec | No
     return TransformersEngine(policy, device=device, threads=threads, adapter=adapter)
 
 
-def _scorer(folder: Path, task: Task, spec: TaskSpec) -> TaskScorer:
+def make_scorer(folder: Path, task: Task, spec: TaskSpec) -> TaskScorer:
+    """``task`` through the tokenizer of the policy in ``folder``.
+
+    Raises:
+        SettingsError: the tokenizer or its chat template is of no use for the task's prompts.
+    """
     from echo2p2p.data.policy import eos_token_ids, load_config
     from echo2p2p.data.scoring import TaskScorer
     from echo2p2p.data.tokens import PolicyTokenizer
 
     tokenizer = PolicyTokenizer(folder, chat_template=spec.chat_template)
+    tokenizer.encode_prompt(task.prompt(0))  # what it refuses later is one prompt's failure
     return TaskScorer(task, tokenizer, int(load_config(folder).vocab_size), stop_tokens=eos_token_ids(folder))
 
 

@@ -92,8 +92,8 @@ class TaskScorer(Scorer):
 
     def prompt_tokens(self, index: int, split: str = TRAIN) -> list[int]:
         with _plugged_in(self._task, index):
-            text = self._task.prompt(index, split)
-        return self._tokenizer.encode_prompt(text)
+            # It may be text that the tokenizer makes nothing of.
+            return self._tokenizer.encode_prompt(self._task.prompt(index, split))
 
     def reward(self, index: int, completion: Sequence[int], split: str = TRAIN) -> float:
         return self.episode_reward(index, [completion], split)
@@ -104,7 +104,7 @@ class TaskScorer(Scorer):
         actions = [self._tokenizer.decode_completion(turn) for turn in turns]
         with _plugged_in(self._task, index):
             text = self._turns.respond(index, actions, split)
-        return None if text is None else self._tokenizer.encode_turn(text, after=turns[-1][-1])
+            return None if text is None else self._tokenizer.encode_turn(text, after=turns[-1][-1])
 
     def episode_reward(self, index: int, turns: Sequence[Sequence[int]], split: str = TRAIN) -> float:
         actions = [self._tokenizer.decode_completion(turn) for turn in turns]

@@ -18,7 +18,7 @@ from echo2p2p.data.scoring import TaskScorer
 from echo2p2p.data.task import make_task
 from echo2p2p.data.tokens import PolicyTokenizer
 from echo2p2p.data.trajectory import Group, Sampling, Trajectory, pack_logprobs
-from echo2p2p.errors import RewardFailed, SettingsError
+from echo2p2p.errors import RewardFailed, SettingsError, TaskError
 from echo2p2p.learning.admission import Refusal, check_contents
 from echo2p2p.learning.batching import collate, rows_of
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
@@ -155,6 +155,38 @@ async def test_a_reward_that_cannot_be_computed_is_a_mark_and_no_lie(folder):
     assert not any(sample.failed for sample in checked.samples)
     [honest] = await rolled_out(folder, scorer, indices=[0], budget=4)
     assert all(sample.failed and sample.reward == 0 for sample in check(honest, failing, 4).samples)
+
+
+class Mute:
+    """An environment that has nothing to say where it should, once at the beginning and once later."""
+
+    name, max_turns, turn_tokens = "mute", 3, 8
+
+    def prompt(self, index, split="train"):
+        return "" if index == 5 else "go"
+
+    def respond(self, index, actions, split="train"):
+        return "" if index == 6 else "on"
+
+    def answer(self, index, split="train"):
+        return ""
+
+    def reward(self, index, completion, split="train"):
+        return 0.0
+
+    def episode_reward(self, index, actions, split="train"):
+        return 0.0
+
+
+def test_text_that_makes_no_tokens_is_the_task_s_failure_and_ends_nobody(folder):
+    tokenizer = PolicyTokenizer(folder)
+    scorer = TaskScorer(Mute(), tokenizer, len(tokenizer))
+    turn = [tokenizer.encode_text("a")]
+    assert scorer.respond(4, turn)
+    with pytest.raises(TaskError, match=r"prompt 5: .*no tokens of the prompt"):
+        scorer.prompt_tokens(5)
+    with pytest.raises(TaskError, match=r"prompt 6: .*no tokens of the turn"):
+        scorer.respond(6, turn)
 
 
 # --- from text to tokens -------------------------------------------------------------------------------
