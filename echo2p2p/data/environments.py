@@ -104,6 +104,8 @@ class EnvironmentProcess:
                 start_new_session=True,
             )
         try:
+            if self._closed:  # while it was being made, so that close() has not seen it
+                raise RewardFailed("the environment's process is closed")
             return self._exchange(b"", _START_S)
         except RewardFailed:
             self._end()
