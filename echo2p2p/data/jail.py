@@ -10,7 +10,8 @@ is taken where kernel and container allow it, and named by :func:`confine` where
   signals to processes outside, no looking into them.
 
 Not covered: UDP where there is no network namespace, and unix sockets that have a path; what lies in the folders that
-may be read; processor time of what it starts; how many processes root starts; holes in the kernel.
+may be read; processor time of what it starts, so that many processes which all fork may keep the one in front from
+seeing them where it has to count; holes in the kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _CAPABILITIES_V3 = 0x20080522
 
 _MAX_OPEN_FILES = 256
 _MAX_PROCESSES = 128
-"""And threads. Counted apart from the user's others, so only where there is a namespace for users."""
+"""Held by the kernel, which counts threads too, where there is a namespace for users and the node is not root.
+Elsewhere it would count all that the user runs, or nothing: the process in front looks, and ends them all."""
+_LOOK_S, _LOOK_SHARE = 0.1, 0.02
+"""Seconds between two looks, but more where looking would take more than that share of a core."""
 _ENDING_S = 5.0
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -77,13 +81,14 @@ def confine(
         What could not be had, in words; empty where everything could.
     """
     missing = []
+    is_root = os.geteuid() == 0
     own_users = _unshare(_NEWUSER | _NEWPID | _NEWNET | _NEWIPC)
     own_processes = own_users
     if not own_users:
         own_users = _unshare(_NEWUSER | _NEWNET)
         missing.append("a namespace for processes" if own_users else "namespaces for processes and network")
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _fork_watched(lifeline, hand_over, own_processes)
+    _fork_watched(lifeline, hand_over, own_processes, counts=is_root or not own_users)
     if own_users:
         _limit(resource.RLIMIT_NPROC, _MAX_PROCESSES)
     for what, most in (
@@ -115,7 +120,7 @@ def _limit(what: int, most: int) -> None:
 # --- the process in front ---------------------------------------------------------------------------------
 
 
-def _fork_watched(lifeline: int, hand_over: int, own_processes: bool) -> None:
+def _fork_watched(lifeline: int, hand_over: int, own_processes: bool, *, counts: bool) -> None:
     """Returns in the child; the other process never does."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -130,19 +135,29 @@ def _fork_watched(lifeline: int, hand_over: int, own_processes: bool) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         return
     os.close(hand_over)
-    _leave_as(_watch(child, lifeline, woken, own_processes))
+    _leave_as(_watch(child, lifeline, woken, own_processes, counts=counts))
 
 
-def _watch(child: int, lifeline: int, woken: int, own_processes: bool) -> int:
-    """Until the child has ended, by itself or because the node wants it; how it left. Nothing of it stays."""
-    code = None
+def _watch(child: int, lifeline: int, woken: int, own_processes: bool, *, counts: bool) -> int:
+    """Until the child has ended, by itself, because the node wants it, or for having started too many; how it left.
+
+    Nothing of it stays.
+    """
+    code, look_at = None, time.monotonic()
     while code is None:
-        ready, _, _ = select.select([lifeline, woken], [], [])
+        wait_s = max(0.0, look_at - time.monotonic()) if counts else None
+        ready, _, _ = select.select([lifeline, woken], [], [], wait_s)
         if woken in ready:
             os.read(woken, 4096)
             code = _reap(child)
         if lifeline in ready:
             break
+        began = time.monotonic()
+        if counts and began >= look_at:
+            if _count_below(os.getpid()) > _MAX_PROCESSES:
+                break
+            looked = time.monotonic()
+            look_at = looked + max(_LOOK_S, (looked - began) / _LOOK_SHARE)
     if own_processes:
         # Whoever is the first of its processes takes all the others with it.
         if code is None:
@@ -151,13 +166,14 @@ def _watch(child: int, lifeline: int, woken: int, own_processes: bool) -> int:
         return code
     deadline = time.monotonic() + _ENDING_S
     while time.monotonic() < deadline:
-        # Orphans become this process's own children: round by round everything below it goes.
-        for pid in _children():
+        # Orphans become this process's own children: round by round everything below it goes. The number of one that
+        # is not its own could be somebody else's by now.
+        for pid in _children().get(os.getpid(), ()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         ended = _reap(child)
         code = ended if code is None else code
-        if not _children():
+        if os.getpid() not in _children():
             break
         time.sleep(0.001)
     return -signal.SIGKILL if code is None else code
@@ -173,14 +189,21 @@ def _reap(child: int) -> int | None:
     return code
 
 
-def _children() -> list[int]:
-    found = []
+def _children() -> dict[int, list[int]]:
+    """Of every process that is seen from here, by its number."""
+    found: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid():
-                found.append(int(folder.name))
+            found.setdefault(parent, []).append(int(folder.name))
     return found
+
+
+def _count_below(pid: int) -> int:
+    children, below = _children(), [pid]
+    for each in below:
+        below += children.get(each, ())
+    return len(below) - 1
 
 
 def _leave_as(code: int) -> None:

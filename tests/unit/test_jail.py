@@ -41,6 +41,11 @@ def score(what, argument, _):
                 time.sleep(600)
         if argument == "hang":
             time.sleep(600)
+    if what == "flood":
+        for _ in range(int(argument)):
+            if os.fork() == 0:
+                time.sleep(600)
+        time.sleep(600)
     if what == "run":
         return float(subprocess.run(["/bin/echo", "3"], capture_output=True, text=True).stdout)
     if what == "forge":
@@ -176,6 +181,19 @@ def test_without_namespaces_they_end_as_well(machine_without, reward, names, cap
     (line,) = [record.message for record in caplog.records]
     assert "namespaces for processes and network" in line
     assert ("Landlock" in line) == ("_restrict_files" in names)
+
+
+@pytest.mark.parametrize("names", [(), ("_unshare",)])
+def test_processes_without_end_end_with_it_whoever_runs_the_node(machine_without, reward, names):
+    machine_without(*names)
+    sandbox = Sandbox(f"{reward}:score", SandboxLimits(call_s=20, start_s=30, processes=1))
+    try:
+        said = refused(sandbox, "flood", "200")
+    finally:
+        sandbox.close()
+    # Seen by the process in front, or refused by the kernel.
+    assert "SIGKILL" in said or "BlockingIOError" in said
+    assert left_of(sandbox) == []
 
 
 def test_without_landlock_everything_else_still_holds(machine_without, reward):
