@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel
 
-from echo2p2p.layering import Layer
+from echo2p2p.layering import Layer, source_of
 from echo2p2p.settings import Settings
 
 SOURCE_COLUMN = 48
@@ -42,23 +42,11 @@ def _section(
             yield f"# {name} is not set: {field.description}"
         else:
             plain = model.model_dump(mode="json", include={name})[name]
-            yield f"{f'{name} = {_toml(plain)}':{SOURCE_COLUMN}}  # {_source(here, layered)}"
+            yield f"{f'{name} = {_toml(plain)}':{SOURCE_COLUMN}}  # {source_of(here.split('.'), layered)}"
     for here, section in inner:
         yield ""
         yield f"[{here}]"
         yield from _section(section, here, layered)
-
-
-def _source(path: str, layered: Sequence[Layer]) -> str:
-    """The last layer that says something of ``path``."""
-    source = "default"
-    for name, tree in layered:
-        node: Any = tree
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, Mapping) else None
-        if node is not None:
-            source = name
-    return source
 
 
 def _toml(value: Any) -> str:

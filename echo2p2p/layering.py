@@ -7,7 +7,7 @@ In the environment a setting is ``ECHO2P2P_LEARNER__STALENESS=3``. What is wrong
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from pydantic_settings import EnvSettingsSource
 
 from echo2p2p.errors import SettingsError
 from echo2p2p.settings import Settings
+
+DEFAULT, ENVIRONMENT = "default", "environment"
 
 Layer = tuple[str, dict[str, Any]]
 """Where settings come from, for people, and the tree of those that come from there."""
@@ -36,7 +38,7 @@ def layers(
     """
     return [
         *((str(file), read_toml(file)) for file in files),
-        ("environment", EnvSettingsSource(Settings)()),
+        (ENVIRONMENT, EnvSettingsSource(Settings)()),
         *(("--set", parse_override(override)) for override in overrides),
         *(("command line", parse_override(option)) for option in options),
     ]
@@ -55,8 +57,8 @@ def merge(layered: Sequence[Layer]) -> Settings:
     """The settings that result.
 
     Raises:
-        SettingsError: a key is unknown, or a value is out of bounds; the message names the key, the value and what
-            is allowed.
+        SettingsError: a key is unknown, or a value is out of bounds; the message names the key, the value, where it
+            comes from and what is allowed.
     """
     tree: dict[str, Any] = {}
     for _, layer in layered:
@@ -64,7 +66,23 @@ def merge(layered: Sequence[Layer]) -> Settings:
     try:
         return Settings(**tree)
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(e) for e in error.errors(include_url=False))) from None
+        raise SettingsError(
+            "; ".join(_explain(each, layered) for each in error.errors(include_url=False))
+        ) from None
+
+
+def source_of(path: Sequence[str | int], layered: Sequence[Layer]) -> str:
+    """The name of the last layer that says something of what is at ``path``; ``DEFAULT`` if none does."""
+    source = DEFAULT
+    for name, tree in layered:
+        node: Any = tree
+        for key in path:
+            if not isinstance(node, Mapping):
+                break  # a list is one layer's as a whole
+            node = node.get(key)
+        if node is not None:
+            source = name
+    return source
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -108,11 +126,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, layered: Sequence[Layer]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "settings"
+    source = source_of(error["loc"], layered)
+    if source == ENVIRONMENT:
+        source = f"{Settings.model_config['env_prefix']}{path.replace('.', '__').upper()}"
+    where = f" (from {source})" if source != DEFAULT else ""
     if error["type"] == "extra_forbidden":
-        return f"{path} is not a setting"
+        return f"{path} is not a setting{where}"
     if error["type"] == "value_error":
         return f"{path}: {error['ctx']['error']}"
     shown = repr(error["input"])
-    return f"{path} = {shown[:80]}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{path} = {shown[:80]}{where}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -394,7 +394,9 @@ class Settings(BaseSettings):
     )
 
     name: RunName = Field("echo", description="the run is NAME@LEARNER_PEER_ID")
-    run_dir: Path | None = Field(None, description="folder of this run; empty: runs/NAME")
+    run_dir: Path | None = Field(
+        None, description="folder of this node; empty: runs/NAME, a worker's runs/NAME-worker"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="of what a worker draws, and of what held-out evaluations sample"
     )

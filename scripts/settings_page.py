@@ -22,8 +22,8 @@ Every setting of `echo2p2p`, with its default. They are one tree for all command
 file (`--config run.toml`) a section is a TOML table, `[learner.optimizer]`; on the command line a setting is
 `--set learner.staleness=4`; in the environment `ECHO2P2P_LEARNER__STALENESS=4`. Defaults come first, then files in
 order, then the environment, then `--set`, then a command's own options. A name that is none and a value out of bounds
-are refused before anything starts (exit code 3). `--dry-run` prints the tree as resolved, and where each value comes
-from.
+are refused before anything starts (exit code 3), with the file, variable or option that they come from. `--dry-run`
+prints the tree as resolved, and where each value comes from.
 """
 
 

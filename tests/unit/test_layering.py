@@ -56,6 +56,23 @@ def test_a_wrong_setting_is_named_with_its_value(override, says):
     assert caught.value.exit_code == 3
 
 
+def test_what_is_wrong_is_named_with_where_it_comes_from(tmp_path, monkeypatch):
+    first, second = tmp_path / "1.toml", tmp_path / "2.toml"
+    first.write_text("[learner]\nsteps = 0\nnope = 1\n[learner.optimizer]\nbeta = 1\n")
+    second.write_text("[learner]\nnope = 2\n[[task.stages]]\nstart = 1\nwhen = 2\n")
+    monkeypatch.setenv("ECHO2P2P_WORKER__GPUS", "2")
+    with pytest.raises(SettingsError) as caught:
+        load([first, second], ["weights.chunk_kb=4", "task.options.deep={a = 1}"])
+    said = {line.partition(" ")[0]: line for line in str(caught.value).split("; ")}
+    assert said["learner.nope"].endswith(f"is not a setting (from {second})")
+    assert said["learner.optimizer.beta"].endswith(f"(from {first})")
+    assert said["learner.steps"].startswith(f"learner.steps = 0 (from {first}): ")
+    assert said["task.stages.0.when"].endswith(f"(from {second})")
+    assert said["worker.gpus"].endswith("(from ECHO2P2P_WORKER__GPUS)")
+    assert said["weights.chunk_kb"].endswith("(from --set)")
+    assert "default" not in str(caught.value)
+
+
 def test_a_broken_file_is_named(tmp_path):
     file = tmp_path / "broken.toml"
     file.write_text("[learner\n")
