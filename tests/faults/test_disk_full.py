@@ -1,4 +1,4 @@
-"""A real disk of 4 MiB that somebody else fills; needs the right to mount one."""
+"""A real disk of 4 MiB that somebody else fills; needs the right to mount one. The unit tests pretend instead."""
 
 from __future__ import annotations
 

@@ -41,9 +41,6 @@ def score(prompt, completion, answer):
         return float("nan")
     if completion == "eat":
         return len(bytearray(2**30))
-    if completion == "write":
-        with open(__file__ + ".out", "w") as file:
-            file.write("x" * 10)
     if completion == "write at home":
         with open("out", "w") as file:
             file.write("x" * 10)
@@ -91,7 +88,6 @@ def test_a_reward_is_computed_in_another_process_that_stays(sandbox):
         ("text", "no finite number"),
         ("nan", "no finite number"),
         ("eat", "MemoryError"),
-        ("write", "Permission denied"),
         ("write at home", "File too large"),
         ("deep", "ended"),
     ],
