@@ -27,6 +27,8 @@ _STD_FLOOR = 1e-6
 _SLICE_ELEMENTS = 2**26
 _MAX_LOG_RATIO = 20.0
 """e^20 is already no ratio that anybody trains on, and its square is still a float32."""
+_MAX_MISMATCH = 3.0
+"""What a step reports as its mismatch is a mean: one token with a made-up log-probability must not be all of it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class TokenLoss:
         truncated: whether C cut the mismatch.
         clipped: whether the clip took the token's gradient away.
         masked: whether its sequence was left out for its mismatch.
-        mismatch_kl: estimate (k3) of KL(π_sampler‖π_learner) from the sampled token, never negative.
+        mismatch_kl: estimate (k3) of KL(π_sampler‖π_learner) from the sampled token, never negative; no ratio counts
+            as more than e³.
         reference_kl: estimate (k3) of KL(π_θ‖π_ref), never negative; zero without a reference.
     """
 
@@ -165,7 +168,7 @@ def token_loss(
         truncated=mismatch > objective.importance_cap,
         clipped=bounded < plain,
         masked=masked,
-        mismatch_kl=k3(gap).detach(),
+        mismatch_kl=k3(gap.clamp(max=_MAX_MISMATCH)).detach(),
         reference_kl=reference_kl.detach(),
     )
 
@@ -226,7 +229,7 @@ def balance_loss(
         truncated=nothing,
         clipped=nothing,
         masked=nothing,
-        mismatch_kl=k3(gap),
+        mismatch_kl=k3(gap.clamp(max=_MAX_MISMATCH)),
         reference_kl=k3(reference_logprobs - logprobs).detach(),
     )
 

@@ -196,7 +196,7 @@ KINDS: Mapping[str, Kind] = {
             "clipped_fraction": "share of tokens that the clip silenced",
             "masked_fraction": "share of tokens in sequences left out for their mismatch",
             "mismatch_kl": "estimated KL(sampler ‖ learner) per token, in nats: mean of e^x − 1 − x over sampled "
-            "tokens, x = log π_learner − log π_sampler as the step began (k3)",
+            "tokens, x = log π_learner − log π_sampler as the step began, 3 at most (k3)",
             "reference_kl": "estimated KL(learner ‖ reference) per token, in nats",
             "entropy": "mean entropy of the policy per token, in nats",
             "divergence": "KL divergence of the policy from the published one, nats per token, as mismatch_kl and "

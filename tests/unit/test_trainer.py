@@ -10,6 +10,7 @@ import pytest
 import torch
 from policies import EOS, make_groups, make_policy
 
+from echo2p2p.data.trajectory import pack_logprobs
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.checkpoint import Checkpoint, folder_of, load, save
 from echo2p2p.learning.journal import Journal, read
@@ -333,6 +334,26 @@ def test_an_unknown_dtype_is_refused(policy):
 def test_a_folder_without_a_policy_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"config\.json"):
         GRPOTrainer(tmp_path, SETTINGS)
+
+
+def test_one_made_up_log_probability_is_not_all_of_a_steps_mismatch(policy):
+    trainer = GRPOTrainer(policy, SETTINGS)
+    groups = make_groups(1, groups=20)
+    honest = trainer.logprobs(groups)
+    groups = [
+        msgspec.structs.replace(
+            group,
+            samples=[
+                msgspec.structs.replace(sample, logprobs=pack_logprobs(own.numpy()))
+                for sample, own in zip(group.samples, said, strict=True)
+            ],
+        )
+        for group, said in zip(groups, honest, strict=True)
+    ]
+    made_up = groups[0].samples[0].logprob_array().copy()
+    made_up[0] = -100.0
+    groups[0].samples[0] = msgspec.structs.replace(groups[0].samples[0], logprobs=pack_logprobs(made_up))
+    assert trainer.train(groups).mismatch_kl < 0.1
 
 
 def test_metrics_tell_rewards_lengths_and_counts(policy):
