@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from echo2p2p.learning.replay import Entry
@@ -110,28 +110,54 @@ class Auditor:
         _bound(self._seen)
         return chosen
 
-    def judge(self, chosen: Sequence[Entry], readings: Sequence[Reading]) -> dict[PeerId, str]:
+    def witnesses(
+        self, batch: Sequence[Entry], chosen: Sequence[Entry], readings: Sequence[Reading]
+    ) -> list[Entry]:
+        """Groups of ``batch`` that are to be read as well before ``readings`` of ``chosen`` can be judged.
+
+        Where the middle worker of those that were read is too far from the policy, others tell which of the two is:
+        as many and one more, as far as ``batch`` has them, so that it can be the workers.
+        """
+        sums = _by_worker(chosen, readings)
+        if not _is_too_far(sums.values()):
+            return []
+        others: dict[PeerId, list[Entry]] = {}
+        for entry in batch:
+            if entry.worker not in sums:
+                others.setdefault(entry.worker, []).append(entry)
+        picked = self._dice.sample(list(others), min(len(others), len(sums) + 1))
+        return [self._dice.choice(others[worker]) for worker in picked]
+
+    def judge(
+        self,
+        chosen: Sequence[Entry],
+        readings: Sequence[Reading],
+        *,
+        present: Collection[PeerId] | None = None,
+    ) -> dict[PeerId, str]:
         """Who is found out by ``readings`` of ``chosen``, and of what.
 
         Nobody is where half of the workers or more are at fault together: then it is the policy that has broken, or
         an engine that all of them run.
+
+        Args:
+            present: the workers that are there. What those were that have left says nothing of a policy that has
+                broken since. None: all are.
         """
-        new: dict[PeerId, Reading] = {}
-        for entry, reading in zip(chosen, readings, strict=False):
-            new[entry.worker] = new.get(entry.worker, Reading()) + reading
-        distances = sorted(each.distance / each.tokens for each in new.values() if each.tokens)
-        if not distances or distances[(len(distances) - 1) // 2] > TOO_FAR_KL:
+        new = _by_worker(chosen, readings)
+        if not new or _is_too_far(new.values()):
             return {}
         for worker, reading in new.items():
             self._read[worker] = (self._read.pop(worker, Reading()) + reading).faded()
         _bound(self._read)
-        judged = {w: each.fault() for w, each in self._read.items() if each.tokens >= ENOUGH_TOKENS}
+        here = {w: each for w, each in self._read.items() if present is None or w in present}
+        judged = {w: each.fault() for w, each in here.items() if each.tokens >= ENOUGH_TOKENS}
         found = {worker: fault for worker, fault in judged.items() if fault}
         if 2 * len(found) < len(judged):
             for worker in found:
                 del self._read[worker]
             return found
-        if found and len(judged) == len(self._read) and not self._told:
+        if found and len(judged) == len(here) and not self._told:
             self._told = True
             log.warning(
                 "%d of %d workers send what the policy would not: %s. With so many nobody is turned away; look at "
@@ -141,6 +167,21 @@ class Auditor:
                 next(iter(found.values())),
             )
         return {}
+
+
+def _by_worker(chosen: Sequence[Entry], readings: Sequence[Reading]) -> dict[PeerId, Reading]:
+    """The sums of each worker. What a policy that has broken says in NaN would spoil all that is added to it."""
+    sums: dict[PeerId, Reading] = {}
+    for entry, reading in zip(chosen, readings, strict=False):
+        if reading.tokens and not math.isnan(reading.ratio + reading.surprise):
+            sums[entry.worker] = sums.get(entry.worker, Reading()) + reading
+    return sums
+
+
+def _is_too_far(readings: Iterable[Reading]) -> bool:
+    """Whether the middle worker is far from the policy; of two, whether both are."""
+    distances = sorted(each.distance / each.tokens for each in readings)
+    return bool(distances) and distances[(len(distances) - 1) // 2] > TOO_FAR_KL
 
 
 def _bound(known: dict[PeerId, int] | dict[PeerId, Reading]) -> None:

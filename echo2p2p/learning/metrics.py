@@ -36,7 +36,8 @@ class StepMetrics:
         truncated_fraction: tokens whose mismatch exceeds C; clipped_fraction: tokens the clip silenced;
             masked_fraction: tokens of sequences left out for their mismatch.
         mismatch_kl: KL(π_sampler‖π_learner), what staleness and numerics amount to: the mean of
-            e^x − 1 − x with x = log π_learner(θ_old) − log π_sampler, 3 at most (k3). reference_kl: KL(π_θ‖π_ref) alike.
+            e^x − 1 − x with x = log π_learner(θ_old) − log π_sampler, 3 at most (k3).
+        reference_kl: KL(π_θ‖π_ref) alike, without a bound.
         entropy: of the policy, in nats.
     """
 

@@ -48,8 +48,12 @@ class Watch:
         chosen = self._auditor.choose(batch)
         if not chosen:
             return
-        readings = await self._trainer.read([entry.group for entry in chosen])
-        for worker, reason in self._auditor.judge(chosen, readings).items():
+        readings = list(await self._trainer.read([entry.group for entry in chosen]))
+        witnesses = self._auditor.witnesses(batch, chosen, readings)
+        if witnesses:
+            readings += await self._trainer.read([entry.group for entry in witnesses])
+        found = self._auditor.judge([*chosen, *witnesses], readings, present=self._sessions.open)
+        for worker, reason in found.items():
             log.warning("worker %s is turned away: %s", worker, reason)
             self._events.emit("found_out", worker=worker, reason=reason)
             self._sessions.ban(worker, reason)

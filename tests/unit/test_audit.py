@@ -149,10 +149,13 @@ def fine(tokens=ENOUGH_TOKENS):
     return Reading(tokens, ratio_squares=0.1 * tokens, surprise_squares=tokens)
 
 
+def entries(workers):
+    return [Entry(Group(index=0, prompt=PROMPT, samples=[]), worker) for worker in workers]
+
+
 def judged(**readings):
     auditor = Auditor(share=1.0, dice=random.Random(0))
-    group = Group(index=0, prompt=PROMPT, samples=[])
-    return auditor.judge([Entry(group, worker) for worker in readings], list(readings.values()))
+    return auditor.judge(entries(readings), list(readings.values()))
 
 
 def test_where_half_of_all_are_at_fault_nobody_is(caplog):
@@ -173,9 +176,50 @@ def test_a_policy_that_has_broken_accuses_nobody():
     assert judged(a=broken, b=far, c=far) == {}
 
 
+def far(tokens=ENOUGH_TOKENS, reading=off):
+    return Reading(**{**reading(tokens).__dict__, "distance": 1.0 * tokens})
+
+
+@pytest.mark.parametrize("workers", ["lab", "labcdef", "lb"])
+def test_a_worker_that_is_read_alone_and_is_far_from_the_policy_has_others_read_as_well(workers):
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    batch = entries(workers * 2)
+    chosen = batch[:1]
+    asked = auditor.witnesses(batch, chosen, [far()])
+    assert len(asked) == len({entry.worker for entry in asked} - {"l"}) == min(2, len(workers) - 1)
+    for _ in range(2):
+        found = auditor.judge([*chosen, *asked], [far(), *(fine() for _ in asked)])
+        assert found.keys() == ({"l"} if len(workers) > 2 else set())
+    assert auditor.witnesses(batch, chosen, [off()]) == []
+
+
+def test_a_policy_that_has_broken_is_told_from_a_lone_liar_by_the_others():
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    batch = entries("abc")
+    asked = auditor.witnesses(batch, batch[:1], [far()])
+    assert auditor.judge([batch[0], *asked], [far(), far(), far()]) == {}
+    assert auditor.judge(batch, [fine()] * 3) == {}
+
+
+def test_what_a_broken_policy_says_does_not_spoil_what_a_sound_one_does():
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    batch = entries("abc")
+    nothing = Reading(ENOUGH_TOKENS, *[float("nan")] * 5)
+    assert auditor.judge(batch, [nothing] * 3) == {}
+    assert auditor.judge(batch, [off(), fine(), fine()]).keys() == {"a"}
+
+
+def test_workers_that_have_left_do_not_outvote_those_that_are_there(caplog):
+    auditor = Auditor(share=1.0, dice=random.Random(0))
+    left = entries("uvwxyz")
+    assert auditor.judge(left, [fine(), fine(), fine(), fine(), fine(), fine(10)]) == {}
+    assert auditor.judge(entries("abc"), [off()] * 3, present="abc") == {}
+    assert "3 of 3 workers send what the policy would not" in caplog.text
+
+
 def test_a_worker_that_turns_to_lying_is_found_out_by_its_newer_tokens():
     auditor = Auditor(share=1.0, dice=random.Random(0))
-    batch = [Entry(Group(index=0, prompt=PROMPT, samples=[]), worker) for worker in "abc"]
+    batch = entries("abc")
     for _ in range(1000):
         assert auditor.judge(batch, [fine()] * 3) == {}
     found = [auditor.judge(batch, [off(200), fine(200), fine(200)]) for _ in range(20)]
