@@ -9,7 +9,9 @@ word is true then, whatever q is and whatever came before a token,
 
 So the means over a worker's tokens tell log-probabilities that are not those of its tokens (the first), and tokens
 that were chosen and not drawn: greedy, at another temperature, of another model (the second). Staleness and rounding
-move neither. Who computes what it should have drawn from can make up a lie that fits both; that saves no work.
+move neither. A few tokens said to be next to impossible, with a ρ beyond 100, would hide the rest in the errors of
+both means: so the second is looked at without large ρ as well, more leniently. Who computes what it should have drawn
+from can make up a lie that fits all; that saves no work.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ RATIO_OFF = 0.02
 """And by so much of ρ: tokens that q never draws, and π would, are missing in a mean of few thousand."""
 SURPRISE_OFF = 0.05
 """And by so many nats."""
+BOUNDED_OFF = 0.2
+"""The same where no ρ is large: the mean is then not quite 0 for the honest, and cannot drown in its own error."""
 TOO_FAR_KL = 0.3
 """Where the middle worker's tokens are so far from π, nats each (the nearer of two), ρ says nothing of anybody."""
 _MAX_WORKERS = 4096
@@ -51,6 +55,7 @@ class Reading:
         ratio, ratio_squares: of ρ − 1 and its square.
         surprise, surprise_squares: of ρ · (−ln π − H) and its square, nats.
         distance: of the k3 estimate of KL(q ‖ π), nats.
+        bounded, bounded_squares: as ``surprise``, with a ρ of e² at most.
     """
 
     tokens: float = 0.0
@@ -59,6 +64,8 @@ class Reading:
     surprise: float = 0.0
     surprise_squares: float = 0.0
     distance: float = 0.0
+    bounded: float = 0.0
+    bounded_squares: float = 0.0
 
     def __add__(self, other: Reading) -> Reading:
         return Reading(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -72,9 +79,11 @@ class Reading:
         """What is wrong with them, in words; empty if nothing is, or too little is known."""
         if self.tokens < ENOUGH_TOKENS:
             return ""
+        not_drawn = "its tokens are not drawn from the policy"
         tests = (
             (self.ratio, self.ratio_squares, RATIO_OFF, "its log-probabilities are not those of its tokens"),
-            (self.surprise, self.surprise_squares, SURPRISE_OFF, "its tokens are not drawn from the policy"),
+            (self.surprise, self.surprise_squares, SURPRISE_OFF, not_drawn),
+            (self.bounded, self.bounded_squares, BOUNDED_OFF, not_drawn),
         )
         failed = [
             (abs(total) / math.sqrt(squares), f"{what} ({total / self.tokens:+.2g} over {self.tokens:.0f})")

@@ -14,6 +14,8 @@ from echo2p2p.learning.objective import k3, per_sequence
 
 _MAX_LOG_RATIO = 5.0
 """No token weighs more than a hundred and fifty others."""
+_LOW_LOG_RATIO = 2.0
+"""In the bounded mean none weighs more than seven."""
 
 
 @torch.no_grad()
@@ -25,6 +27,7 @@ def read_groups(policy: PolicyForward, groups: Sequence[Group]) -> list[Reading]
         gap = logprobs - batch.sampler_logprobs
         ratio = gap.clamp(max=_MAX_LOG_RATIO).exp()
         surprise = ratio * (-logprobs - entropies)
+        bounded = gap.clamp(max=_LOW_LOG_RATIO).exp() * (-logprobs - entropies)
         parts = (
             torch.ones_like(gap),
             ratio - 1.0,
@@ -32,6 +35,8 @@ def read_groups(policy: PolicyForward, groups: Sequence[Group]) -> list[Reading]
             surprise,
             surprise.square(),
             k3(gap),
+            bounded,
+            bounded.square(),
         )
         sums = torch.stack([per_sequence(part, batch.where) for part in parts], dim=-1)
         for row, own in zip(rows, sums.tolist(), strict=True):
