@@ -176,8 +176,9 @@ class Dispatcher:
             self._top_up(session)
 
     def _top_up(self, session: Session) -> None:
-        may = session.active and self.published >= 0 and self._clock.monotonic() >= session.not_before
-        if may and self.keeps_up(session):
+        here = self._sessions.get(session.peer) is session  # or a lease that it is told of is nobody's
+        may = here and session.active and self.published >= 0
+        if may and self._clock.monotonic() >= session.not_before and self.keeps_up(session):
             n = min(self._shortfall(session), self._room(session))
             if n > 0:
                 self._lease(session, n, self._clock.monotonic())
@@ -384,9 +385,15 @@ class Dispatcher:
                 pass
 
     def discard(self, worker: str) -> None:
-        """What ``worker`` delivered and nobody has trained is of no use."""
+        """``worker`` has no place here any more: what it delivered and nobody has trained is of no use, and what it
+        was leased is leased to others at once.
+        """
+        if worker in self._sessions:
+            self.remove(self._sessions[worker])
+        self._ledger.shorten(worker, self._clock.monotonic())
         for entry in self._replay.drop_of(worker):
             self._drop(entry, FOUND_OUT)
+        self.top_up()
 
     def trained(self, batch: list[Entry]) -> None:
         """The batch has become a step."""

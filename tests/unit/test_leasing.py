@@ -9,6 +9,7 @@ from echo2p2p.learning.admission import Refusal
 from echo2p2p.learning.dispatcher import CHECKED_AT_ONCE, Dispatcher
 from echo2p2p.learning.ledger import LedgerState, PromptLedger
 from echo2p2p.learning.provisioner import Provisioner
+from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.sessions import Session
 from echo2p2p.settings import LearnerSettings, ProvisioningSettings
 
@@ -146,6 +147,35 @@ def test_a_worker_that_is_ready_and_gets_no_lease_is_no_longer_arriving():
             assert session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
             session.prove(6)
             assert not session.candidate(100.0, keeps_up=world.dispatcher.keeps_up(session)).arriving
+
+
+def test_what_a_worker_holds_that_is_turned_away_goes_to_others_at_once():
+    liar, other = workers = [Told("liar"), Told("other")]
+    world = World(workers)
+    world.dispatcher.published = 0
+    for session in workers:
+        session.prove(0)
+        session.activate(0.0)
+    world.dispatcher.top_up()
+    (lease,) = (message for message in liar.told if isinstance(message, Lease))
+    (done,) = (message for message in other.told if isinstance(message, Lease))
+    for index in done.indices:
+        world.ledger.accept(done.lease, index)
+    world.ledger.train(done.indices)
+    delivered, *out = lease.indices
+    group = Group(delivered, [1], [Trajectory([1], b"0000", 0, 0, 0.0, "stop")])
+    world.dispatcher._replay.add(Entry(group, "liar", lease.lease))
+    world.ledger.accept(lease.lease, delivered)
+    assert out
+    world.dispatcher.discard("liar")
+    leased = [i for message in other.told[1:] if isinstance(message, Lease) for i in message.indices]
+    assert leased == sorted([delivered, *out])[: len(leased)]
+    assert len(leased) >= 2
+    assert world.dispatcher.buffered == world.ledger.outstanding("liar") == 0
+    # Its session ends a moment later: until then it is told of no lease.
+    before = liar.leased_groups
+    world.dispatcher._top_up(liar)
+    assert liar.leased_groups == before
 
 
 async def test_groups_that_take_long_to_check_do_not_take_all_threads(monkeypatch):
