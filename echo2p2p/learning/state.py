@@ -26,7 +26,7 @@ class Trainer(Protocol):
         ...
 
     async def read(self, groups: Sequence[Group]) -> Sequence[Reading]:
-        """What the policy, as it is now, says of each of ``groups``; nothing if it cannot read."""
+        """What the policy, as it is now, says of each of ``groups``; nothing if it cannot. Raises OutOfMemory."""
         ...
 
     async def snapshot(self) -> Snapshot:

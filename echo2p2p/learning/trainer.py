@@ -164,8 +164,7 @@ class GRPOTrainer:
         try:
             skipped = self._update_all(tally)
         except (RuntimeError, MemoryError) as error:
-            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if not is_memory and "can't allocate memory" not in str(error):
+            if not _is_memory(error):
                 raise
             self._optimizer.zero_grad(set_to_none=True)
             raise OutOfMemory(
@@ -190,9 +189,14 @@ class GRPOTrainer:
         return from_state_dict(gathered(state, dtype, keep=self._leads))
 
     def read(self, groups: Sequence[Group]) -> list[Reading]:
-        """What the audit wants to know of each group, by the policy as it is now."""
+        """What the audit wants to know of each group, by the policy as it is now. Raises OutOfMemory."""
         self._prepare_thread()
-        return read_groups(self._policy, groups)
+        try:
+            return read_groups(self._policy, groups)
+        except (RuntimeError, MemoryError) as error:
+            if self._ranks is not None or not _is_memory(error):
+                raise  # the other ranks wait for this one
+            raise OutOfMemory("groups to be read did not fit into memory") from error
 
     @torch.no_grad()
     def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
@@ -456,6 +460,11 @@ class _Fixed:
 
     old: dict[int, Tensor] = field(default_factory=dict)
     reference: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _is_memory(error: Exception) -> bool:
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _of(rows: Sequence[Row], found: dict[int, Tensor]) -> Tensor:

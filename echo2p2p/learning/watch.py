@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from echo2p2p.errors import OutOfMemory
 from echo2p2p.learning.audit import Auditor
 from echo2p2p.learning.dispatcher import Dispatcher
 from echo2p2p.learning.replay import Entry
@@ -38,7 +39,7 @@ class Watch:
         self._sessions = sessions
         self._dispatcher = dispatcher
         self._events = events
-        self._far = False
+        self._far = self._blind = False
         # What top_p cuts off would be missing in both tests.
         share = settings.audit_share if settings.top_p == 1 else 0.0
         self._auditor = Auditor(share=share, dice=random.SystemRandom())
@@ -48,10 +49,16 @@ class Watch:
         chosen = self._auditor.choose(batch)
         if not chosen:
             return
-        readings = list(await self._trainer.read([entry.group for entry in chosen]))
-        witnesses = self._auditor.witnesses(batch, chosen, readings)
-        if witnesses:
-            readings += await self._trainer.read([entry.group for entry in witnesses])
+        try:
+            readings = list(await self._trainer.read([entry.group for entry in chosen]))
+            witnesses = self._auditor.witnesses(batch, chosen, readings)
+            if witnesses:
+                readings += await self._trainer.read([entry.group for entry in witnesses])
+        except OutOfMemory as error:
+            if not self._blind:
+                self._blind = True
+                log.warning("workers are not audited: %s; lower learner.optimizer.micro_batch_tokens", error)
+            return
         found = self._auditor.judge([*chosen, *witnesses], readings, present=self._sessions.open)
         for worker, reason in found.items():
             log.warning("worker %s is turned away: %s", worker, reason)
@@ -65,8 +72,7 @@ class Watch:
         Says once that the policy has run away from its samples, until it is back.
         """
         mismatch_kl = float(metrics.get("mismatch_kl", 0.0))
-        far = mismatch_kl > FAR_KL
-        if far and not self._far:
+        if mismatch_kl > FAR_KL and not self._far:
             log.warning(
                 "step %d: the policy is %.2g nats a token away from the one that its samples were drawn from, at "
                 "most %d versions ago: it has probably broken. Resume from a checkpoint before this step, with a "
@@ -75,4 +81,5 @@ class Watch:
                 mismatch_kl,
                 self._staleness,
             )
-        self._far = far
+        # Around one bound it would be said at every other step.
+        self._far = mismatch_kl > (FAR_KL / 5 if self._far else FAR_KL)
