@@ -37,7 +37,7 @@ DEVIATIONS = 6.0
 """Standard errors that a mean has to be off by, which chance does not come to."""
 RATIO_OFF = 0.02
 """And by so much of ρ: tokens that q never draws, and π would, are missing in a mean of few thousand."""
-SURPRISE_OFF = 0.05
+SURPRISE_OFF = 0.08
 """And by so many nats."""
 BOUNDED_OFF = 0.2
 """The same where no ρ is large: the mean is then not quite 0 for the honest, and cannot drown in its own error."""
