@@ -27,10 +27,10 @@ from echo2p2p.swarm.identity import PeerId
 
 log = logging.getLogger("echo2p2p.learner")
 
-NEW_GROUPS = 4
-"""The first of every worker are read in any case."""
 ENOUGH_TOKENS = 2000
 """With fewer nobody is judged."""
+NEW_TOKENS = 2500
+"""The first of every worker are read in any case."""
 KEPT_TOKENS = 20_000.0
 """Older ones fade, so that a worker that begins to lie is found out by what it does now."""
 DEVIATIONS = 6.0
@@ -86,7 +86,10 @@ class Reading:
             (self.bounded, self.bounded_squares, BOUNDED_OFF, not_drawn),
         )
         failed = [
-            (abs(total) / math.sqrt(squares), f"{what} ({total / self.tokens:+.2g} over {self.tokens:.0f})")
+            (
+                abs(total) / math.sqrt(squares),
+                f"{what} (off by {total / self.tokens:+.2g}, {self.tokens:.0f} read)",
+            )
             for total, squares, off, what in tests
             if abs(total) > max(off * self.tokens, DEVIATIONS * math.sqrt(squares))
         ]
@@ -104,19 +107,22 @@ class Auditor:
     def __init__(self, *, share: float, dice: random.Random) -> None:
         self._share = share
         self._dice = dice
-        self._seen: dict[PeerId, int] = {}
+        self._sent: dict[PeerId, int] = {}
         self._read: dict[PeerId, Reading] = {}
         self._told = False
+        self.far: bool | None = None
+        """Whether what was read last, of two workers or more, is too far from the policy; None if nothing was."""
 
     def choose(self, batch: Sequence[Entry]) -> list[Entry]:
         """The groups of ``batch`` to be read: whatever is in them, or what is found would depend on it."""
         chosen = []
         for entry in batch if self._share else ():
-            seen = self._seen.pop(entry.worker, 0)
-            self._seen[entry.worker] = seen + 1
-            if self._dice.random() < self._share or seen < NEW_GROUPS:
+            sent = self._sent.pop(entry.worker, 0)
+            self._sent[entry.worker] = sent + entry.group.n_tokens
+            if self._dice.random() < self._share or sent < NEW_TOKENS:
                 chosen.append(entry)
-        _bound(self._seen)
+        _bound(self._sent)
+        self.far = None
         return chosen
 
     def witnesses(
@@ -146,33 +152,36 @@ class Auditor:
     ) -> dict[PeerId, str]:
         """Who is found out by ``readings`` of ``chosen``, and of what.
 
-        Nobody is where half of the workers or more are at fault together: then it is the policy that has broken, or
-        an engine that all of them run.
+        Nobody is where half of the workers or more are at fault together, or the others taken together are: then it
+        is the policy that has broken, or an engine that many of them run.
 
         Args:
             present: the workers that are there. What those were that have left says nothing of a policy that has
                 broken since. None: all are.
         """
         new = _by_worker(chosen, readings)
-        if not new or _is_too_far(new.values()):
+        too_far = _is_too_far(new.values())
+        self.far = too_far if len(new) > 1 else None
+        if too_far:
             return {}
         for worker, reading in new.items():
             self._read[worker] = (self._read.pop(worker, Reading()) + reading).faded()
         _bound(self._read)
         here = {w: each for w, each in self._read.items() if present is None or w in present}
-        judged = {w: each.fault() for w, each in here.items() if each.tokens >= ENOUGH_TOKENS}
-        found = {worker: fault for worker, fault in judged.items() if fault}
-        if 2 * len(found) < len(judged):
+        found = {worker: fault for worker, each in here.items() if (fault := each.fault())}
+        others = [each for worker, each in here.items() if worker not in found]
+        together = sum(others, Reading())
+        if len(found) < len(others) and together.tokens >= ENOUGH_TOKENS and not together.fault():
             for worker in found:
                 del self._read[worker]
             return found
-        if found and len(judged) == len(here) and not self._told:
+        if found and not self._told and all(each.tokens >= ENOUGH_TOKENS for each in here.values()):
             self._told = True
             log.warning(
                 "%d of %d workers send what the policy would not: %s. With so many nobody is turned away; look at "
                 "their engines, and at the learner's",
                 len(found),
-                len(judged),
+                len(here),
                 next(iter(found.values())),
             )
         return {}

@@ -72,7 +72,10 @@ class Watch:
         Says once that the policy has run away from its samples, until it is back.
         """
         mismatch_kl = float(metrics.get("mismatch_kl", 0.0))
-        if mismatch_kl > FAR_KL and not self._far:
+        # Around one bound it would be said at every other step; and a worker that makes log-probabilities up moves
+        # the mean as well, which is another matter.
+        far = mismatch_kl > (FAR_KL / 5 if self._far else FAR_KL) and self._auditor.far is not False
+        if far and not self._far:
             log.warning(
                 "step %d: the policy is %.2g nats a token away from the one that its samples were drawn from, at "
                 "most %d versions ago: it has probably broken. Resume from a checkpoint before this step, with a "
@@ -81,5 +84,4 @@ class Watch:
                 mismatch_kl,
                 self._staleness,
             )
-        # Around one bound it would be said at every other step.
-        self._far = mismatch_kl > (FAR_KL / 5 if self._far else FAR_KL)
+        self._far = far

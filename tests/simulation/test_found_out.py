@@ -34,7 +34,6 @@ async def test_a_worker_with_made_up_log_probabilities_is_turned_away(tmp_path, 
         steps=24,
         prompts_per_step=6,
         min_workers=3,
-        audit_share=1.0,
     )
     events = await train(
         folder,

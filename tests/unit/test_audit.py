@@ -11,7 +11,7 @@ from policies import EOS, make_policy
 
 from echo2p2p.data.policy import build_model
 from echo2p2p.data.trajectory import Group, Trajectory, pack_logprobs
-from echo2p2p.learning.audit import ENOUGH_TOKENS, NEW_GROUPS, Auditor, Reading
+from echo2p2p.learning.audit import ENOUGH_TOKENS, NEW_TOKENS, Auditor, Reading
 from echo2p2p.learning.packed import packed_inputs
 from echo2p2p.learning.replay import Entry
 from echo2p2p.learning.trainer import GRPOTrainer, TrainerSettings
@@ -234,13 +234,29 @@ def test_a_worker_that_turns_to_lying_is_found_out_by_its_newer_tokens():
     assert {"a"} in [set(each) for each in found]
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.05, 54), (1.0, 1000)])
-def test_a_share_of_the_groups_is_read_and_the_first_of_every_worker(share, expected):
+def groups_of(tokens, count):
+    """Entries of one worker, each of so many tokens."""
+    sample = Trajectory([5] * tokens, pack_logprobs(-np.ones(tokens)), 0, 0, 0.0, "length")
+    return [Entry(Group(index=index, prompt=PROMPT, samples=[sample]), "one") for index in range(count)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_a_share_of_the_groups_is_read_and_the_first_of_every_worker(share):
     auditor = Auditor(share=share, dice=random.Random(3))
-    batch = [Entry(Group(index=index, prompt=PROMPT, samples=[]), "one") for index in range(1000)]
-    chosen = auditor.choose(batch)
-    assert abs(len(chosen) - expected) < 25
-    assert chosen[:NEW_GROUPS] == (batch[:NEW_GROUPS] if share else [])
+    batch = groups_of(100, 1000)
+    first = NEW_TOKENS // 100
+    chosen = auditor.choose(batch[:10]) + auditor.choose(batch[10:])
+    assert chosen[:first] == (batch[:first] if share else [])
+    assert len(chosen) == pytest.approx(share * 1000 + first * (share == 0.05), abs=20)
+
+
+def test_a_slow_worker_keeps_nobody_from_being_found_out():
+    assert judged(a=off(), b=fine(1500), c=fine(900)).keys() == {"a"}
+    assert judged(a=off(), b=fine(900), c=fine(900)) == {}
+
+
+def test_the_first_of_several_that_are_at_fault_is_not_judged_by_the_others():
+    assert judged(a=off(), b=off(1900), c=fine(1900)) == {}
 
 
 def test_the_sums_are_those_of_a_plain_forward_pass(folder, learner):

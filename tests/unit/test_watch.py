@@ -81,3 +81,20 @@ def test_a_broken_policy_is_told_of_once_until_it_is_back(caplog):
     watch.after(20, {"mismatch_kl": 0.01})
     watch.after(21, {"mismatch_kl": FAR_KL * 2})
     assert caplog.text.count("has probably broken") == 2
+
+
+async def test_a_policy_is_not_called_broken_for_what_one_worker_makes_up(caplog):
+    far = Reading(ENOUGH_TOKENS, distance=2.0 * ENOUGH_TOKENS)
+    said = [far, FINE, FINE]
+
+    async def read(groups):
+        return said[: len(groups)]
+
+    watch = World(read).watch
+    await watch.before(entries("abc"))
+    watch.after(1, {"mismatch_kl": 1.0})
+    assert "has probably broken" not in caplog.text
+    said[:] = [far, far, FINE]
+    await watch.before(entries("abc"))
+    watch.after(2, {"mismatch_kl": 1.0})
+    assert caplog.text.count("has probably broken") == 1
