@@ -87,9 +87,9 @@ def main() -> None:
             axes.errorbar(
                 step, found["reward"], error, color=TEAL, marker="o", capsize=3, label=label, zorder=4
             )
-            beside = (8, -10) if step == 0 else (-8, 12)
+            beside = (8, -14) if step == 0 else (-8, 12)
             axes.annotate(
-                f"{found['reward']:.3f}",
+                f"{found['reward']:.3f}".replace("-", "−"),
                 (step, found["reward"]),
                 beside,
                 textcoords="offset points",
