@@ -11,7 +11,7 @@ So the means over a worker's tokens tell log-probabilities that are not those of
 that were chosen and not drawn: greedy, at another temperature, of another model (the second). Staleness and rounding
 move neither. A few tokens said to be next to impossible, with a ρ beyond 100, would hide the rest in the errors of
 both means: so the second is looked at without large ρ as well, more leniently. Who computes what it should have drawn
-from can make up a lie that fits all; that saves no work.
+from can make up a lie that fits all; that costs a prefill.
 """
 
 from __future__ import annotations
