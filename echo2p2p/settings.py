@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from echo2p2p.errors import SettingsError
 from echo2p2p.provisioning.capacity import default_kappa
@@ -20,6 +19,18 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$")]
+
+
+class Contradiction(SettingsError, ValueError):  # noqa: N818 - pydantic collects ValueErrors
+    """Settings that are each allowed, but not together.
+
+    Args:
+        names: the settings concerned, such as learner.kappa.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", names: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.names = names
 
 
 class Section(BaseModel):
@@ -172,8 +183,9 @@ class OptimizerSettings(Section):
     @model_validator(mode="after")
     def _balance_has_its_own_beta(self) -> Self:
         if self.objective == "trajectory-balance" and self.kl_beta:
-            raise ValueError(
-                "trajectory balance holds π_ref in its target: set kl_beta to 0, use balance_beta"
+            raise Contradiction(
+                "trajectory balance holds π_ref in its target: set kl_beta to 0, use balance_beta",
+                names=("learner.optimizer.objective", "learner.optimizer.kl_beta"),
             )
         return self
 
@@ -279,12 +291,13 @@ class LearnerSettings(Section):
         return self.kappa if self.kappa is not None else default_kappa(self.staleness)
 
     def check_period(self) -> None:
-        """Raises SettingsError if κ outlasts the window: training would wait for a version that never comes."""
+        """Raises Contradiction if κ outlasts the window: training would wait for a version that never comes."""
         period, longest = self.publication_period, self.staleness + 1
         if self.publish == "period" and not self.is_sequential and period > longest:
-            raise SettingsError(
+            raise Contradiction(
                 f"learner.kappa = {period} is more than S + 1 = {longest}: training would stand still",
                 hint="lower learner.kappa, or raise learner.staleness",
+                names=("learner.kappa", "learner.staleness"),
             )
 
     @property
@@ -386,12 +399,8 @@ class WeightsSettings(Section):
     max_store_gib: Positive = Field(200, description="disk that the chunk store may fill")
 
 
-class Settings(BaseSettings):
+class Settings(Section):
     """The whole tree."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix="ECHO2P2P_", env_nested_delimiter="__", validate_default=True
-    )
 
     name: RunName = Field("echo", description="the run is NAME@LEARNER_PEER_ID")
     run_dir: Path | None = Field(
@@ -407,14 +416,3 @@ class Settings(BaseSettings):
     provisioning: ProvisioningSettings = ProvisioningSettings()
     worker: WorkerSettings = WorkerSettings()
     weights: WeightsSettings = WeightsSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic's signature
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # layers() reads the environment itself, between files and overrides

@@ -20,10 +20,20 @@ HEAD = """\
 
 Every setting of `echo2p2p`, with its default. They are one tree for all commands; each command uses its part. In a
 file (`--config run.toml`) a section is a TOML table, `[learner.optimizer]`; on the command line a setting is
-`--set learner.staleness=4`; in the environment `ECHO2P2P_LEARNER__STALENESS=4`. Defaults come first, then files in
-order, then the environment, then `--set`, then a command's own options. A name that is none and a value out of bounds
-are refused before anything starts (exit code 3), with the file, variable or option that they come from. `--dry-run`
-prints the tree as resolved, and where each value comes from.
+`--set learner.staleness=4`; in the environment `ECHO2P2P_LEARNER__STALENESS=4`, with two underscores between parts.
+Defaults come first, then files in order, then the environment, then `--set`, then a command's own options. A name
+that is none and a value out of bounds are refused before anything starts (exit code 3), with the file, variable or
+option that they come from. `--dry-run` prints the tree as resolved, and where each value comes from.
+
+In the environment and after `--set` a value is written as in a file, but text needs no quotes. A list of texts or
+paths may be plain as well, with commas between its entries; a list or a table may also be JSON:
+
+```sh
+export ECHO2P2P_SWARM__INITIAL_PEERS=/ip4/203.0.113.7/tcp/31337/p2p/ID  # or '["/ip4/…", "/ip4/…"]'
+export ECHO2P2P_TASK__OPTIONS='{ kind = "reverse" }'  # or ECHO2P2P_TASK__OPTIONS__KIND=reverse
+```
+
+Every variable that starts with `ECHO2P2P_` has to name a setting.
 """
 
 

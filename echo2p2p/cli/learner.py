@@ -8,6 +8,8 @@ from typing import Any
 import rich_click as click
 
 from echo2p2p.cli.options import print_settings, resolve_layers, settings_options, swarm_options
+from echo2p2p.layering import with_sources
+from echo2p2p.settings import Contradiction
 
 
 def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
@@ -60,7 +62,10 @@ def command(
         policy={"path": policy},
         **{"": {"name": name, "run_dir": run_dir}},
     )
-    settings.learner.check_period()
+    try:
+        settings.learner.check_period()
+    except Contradiction as error:
+        raise with_sources(error, layered) from None
     if dry_run:
         print_settings(settings, layered)
         return

@@ -77,6 +77,25 @@ def test_every_command_explains_itself_without_heavy_imports(command):
     assert "Usage" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("variable", "raw", "says"),
+    [
+        ("ECHO2P2P_LEARNER", "foo", "(from ECHO2P2P_LEARNER): should be a table"),
+        ("ECHO2P2P_LERNER__STALENESS", "4", "the closest is ECHO2P2P_LEARNER__STALENESS"),
+        ("ECHO2P2P_LEARNER__KAPPA", "9", "learner.kappa from ECHO2P2P_LEARNER__KAPPA, learner.staleness by"),
+    ],
+)
+def test_a_wrong_variable_gets_one_line(variable, raw, says, monkeypatch, capsys):
+    monkeypatch.setenv(variable, raw)
+    monkeypatch.setattr(sys, "argv", ["echo2p2p", "learner", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 3, told
+    assert says in told
+    assert told.count("\n") == 1
+
+
 def test_a_plan_for_people_and_for_programs(tmp_path):
     prices = tmp_path / "prices.csv"
     prices.write_text(PRICES)
@@ -127,7 +146,7 @@ def test_dry_run_shows_every_value_with_its_source_and_starts_nothing(tmp_path):
     assert comments["prompts_per_step"] == str(file)
     assert comments["staleness"] == "--set"
     assert comments["initial_peers"] == "command line"
-    assert comments["steps"] == "environment"
+    assert comments["steps"] == "ECHO2P2P_LEARNER__STEPS"
     assert comments["temperature"] == "default"
     assert re.search("^# kappa is not set: .+κ", done.stdout, re.MULTILINE)
     resolved = tmp_path / "resolved.toml"
