@@ -4,6 +4,7 @@
 
     Echo2p2pError                 exit code 1
     ├── SettingsError             3   a setting is unknown, missing or out of bounds
+    │   └── Contradiction             settings are each allowed, but not together
     ├── SwarmError
     │   ├── JoinError             4   no bootstrap peer answered, or the clock is off
     │   ├── PeerUnreachable           a peer cannot be dialled, or its stream broke
@@ -58,6 +59,14 @@ class Echo2p2pError(Exception):
 
 class SettingsError(Echo2p2pError):
     exit_code = 3
+
+
+class Contradiction(SettingsError, ValueError):  # noqa: N818 - pydantic collects ValueErrors
+    """Names the settings concerned as well, such as learner.kappa."""
+
+    def __init__(self, message: str, *, hint: str = "", names: tuple[str, ...]) -> None:
+        super().__init__(message, hint=hint)
+        self.names = names
 
 
 class SwarmError(Echo2p2pError):

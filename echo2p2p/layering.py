@@ -17,8 +17,8 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from echo2p2p.errors import SettingsError
-from echo2p2p.settings import Contradiction, Settings
+from echo2p2p.errors import Contradiction, SettingsError
+from echo2p2p.settings import Settings
 
 DEFAULT = "default"
 PREFIX = "ECHO2P2P_"

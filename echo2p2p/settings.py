@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from echo2p2p.errors import SettingsError
+from echo2p2p.errors import Contradiction
 from echo2p2p.provisioning.capacity import default_kappa
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
@@ -19,18 +19,6 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$")]
-
-
-class Contradiction(SettingsError, ValueError):  # noqa: N818 - pydantic collects ValueErrors
-    """Settings that are each allowed, but not together.
-
-    Args:
-        names: the settings concerned, such as learner.kappa.
-    """
-
-    def __init__(self, message: str, *, hint: str = "", names: tuple[str, ...]) -> None:
-        super().__init__(message, hint=hint)
-        self.names = names
 
 
 class Section(BaseModel):

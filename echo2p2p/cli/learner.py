@@ -8,8 +8,8 @@ from typing import Any
 import rich_click as click
 
 from echo2p2p.cli.options import print_settings, resolve_layers, settings_options, swarm_options
+from echo2p2p.errors import Contradiction
 from echo2p2p.layering import with_sources
-from echo2p2p.settings import Contradiction
 
 
 def _resume(_: click.Context, __: click.Parameter, value: str | None) -> str | None:

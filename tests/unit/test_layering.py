@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from echo2p2p.errors import SettingsError
+from echo2p2p.errors import Contradiction, SettingsError
 from echo2p2p.layering import OTHER_VARIABLES, layers, load, merge, read_environment, to_toml, with_sources
-from echo2p2p.settings import Contradiction, Settings
+from echo2p2p.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
