@@ -6,7 +6,7 @@ cards are. No hand of the held-out split is shown to it.
 
     python examples/holdem/make_policy.py examples/holdem/run.toml runs/holdem-policy
 
-takes two minutes on one core. The same torch on the same machine gives the same policy.
+takes three minutes on one core. The same torch on the same machine gives the same policy.
 """
 
 from __future__ import annotations
