@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # they import torch, transformers and hivemind, which take se
     from collections.abc import AsyncIterator
 
     from echo2p2p.learning.checkpoint import Checkpoint
+    from echo2p2p.learning.status import RunStatus
     from echo2p2p.swarm.hivemind import HivemindNetwork
     from echo2p2p.weights.exchange import ServerLimits
 
@@ -123,12 +124,15 @@ async def run_learner(
     stop: asyncio.Event,
     joined: Joined,
     watch: Callable[[EventLog], AbstractContextManager[Any]] = nullcontext,
+    over: Callable[[RunStatus], None] = lambda _: None,
 ) -> bool:
     """Train until the run is finished or ``stop`` is set; returns whether it is finished.
 
     Args:
         resume: ``latest``, a step, or None for a new run.
+        joined: called once, with the network, when workers can join.
         watch: called with the event log before anything happens; what it returns is held until the end.
+        over: called in place of both where the checkpoint is of a run that is finished.
 
     Raises:
         SettingsError: the policy or the task is unusable, or there is a checkpoint and ``resume`` is None.
@@ -196,6 +200,9 @@ async def run_learner(
             journal=journal,
         )
         try:
+            if learner.done:
+                over(learner.status())
+                return await learner.run()
             joined(network)
             with watch(events):
                 async with asyncio.TaskGroup() as tasks:

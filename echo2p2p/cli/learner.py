@@ -78,6 +78,7 @@ def command(
     from echo2p2p.rundir import RunDir
     from echo2p2p.telemetry.events import EventLog
     from echo2p2p.telemetry.live import LiveView, wants_plain
+    from echo2p2p.telemetry.text import human_usd
 
     setup_logging(verbose)
     if int(os.environ.get("RANK", "0")) > 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -96,14 +97,23 @@ def command(
     def watch(events: EventLog) -> LiveView:
         return LiveView(events, plain=plain or wants_plain(sys.stderr, os.environ))
 
+    end = "the run is finished"
+
+    def over(status: Any) -> None:
+        nonlocal end
+        spent = human_usd(status.spend_usd)
+        end = f"the run was finished already: {status.step} steps, {spent} spent; go on with a larger --steps"
+
     finished = False
     try:
         finished = run_role(
-            lambda stop: run_learner(settings, place, resume=resume, stop=stop, joined=joined, watch=watch)
+            lambda stop: run_learner(
+                settings, place, resume=resume, stop=stop, joined=joined, watch=watch, over=over
+            )
         )
     finally:
         if finished:
-            click.echo(f"the run is finished; draw it with: echo2p2p report {place.path}", err=True)
+            click.echo(f"{end}; draw it with: echo2p2p report {place.path}", err=True)
         elif started and (place.path / "checkpoints").is_dir():
             click.echo("stopped; go on with --resume latest", err=True)
         place.close()

@@ -91,6 +91,8 @@ class Learner:
         self._directory = directory
         self._events = events
         self._evaluate = evaluate
+        self.done = state is not None and state.step >= settings.learner.steps
+        """Whether the checkpoint has all the steps that the settings ask for already."""
         self._resumed = state is not None
         self._state = state or LearnerState(step=0, frontier=0, beyond=())
         self._ledger = PromptLedger(
@@ -169,7 +171,9 @@ class Learner:
             events=events,
             limit=options.max_roll_forwards,
         )
-        self._life = "running"
+        self._life = "finished" if self.done else "running"
+        if self.done and publisher.newest is not None:
+            self._dispatcher.published = publisher.newest.manifest.version
         self._t_train_s = self._state.t_train_s
         self._t_idle_s = self._state.t_idle_s
         self._reward_before = self._state.reward_before
@@ -188,7 +192,7 @@ class Learner:
         self._stop.set()
 
     async def run(self) -> bool:
-        """Train until done, or until :meth:`stop`.
+        """Train until done, or until :meth:`stop`. Where it is :attr:`done`, that is said in the table, and no more.
 
         Returns:
             Whether the run is finished (as opposed to stopped).
@@ -198,8 +202,10 @@ class Learner:
             OutOfDisk: there was no room for a checkpoint or a version, and no waiting for it.
             BudgetSpent: nobody can be paid any more; there is a checkpoint.
         """
-        options = self._settings.learner
-        started = self._clock.monotonic()
+        if self.done:
+            await self._last_word()
+            return True
+        started, options = self._clock.monotonic(), self._settings.learner
         self._events.emit(
             "run_started",
             run=self._run,
@@ -213,6 +219,8 @@ class Learner:
             gamma=self._settings.provisioning.gamma,
             max_steps=options.steps,
             resumed_from=self._state.step if self._resumed else None,
+            spend_usd=self._state.spend_usd,
+            all_on_usd=self._state.all_on_usd,
         )
         finished = False
         no_room: OutOfDisk | None = None
@@ -263,8 +271,6 @@ class Learner:
 
     async def _train(self) -> bool:
         options = self._settings.learner
-        if self._resumed and self.step >= options.steps:
-            return True
         if await self._unless_stopped(self._provisioner.wait_active()) is None:
             return False
         await self._publication.publish(await self._capture(), why="start")

@@ -56,6 +56,8 @@ KINDS: Mapping[str, Kind] = {
             "gamma": "safety factor γ of the target",
             "max_steps": "steps after which the run ends",
             "resumed_from": "step of the checkpoint, null for a new run",
+            "spend_usd": "as in step, at the checkpoint",
+            "all_on_usd": "as in step, at the checkpoint",
         },
     ),
     "worker_joined": Kind(

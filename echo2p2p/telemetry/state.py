@@ -181,6 +181,10 @@ class RunState:
             self._take_back(whole(event.get("resumed_from")))
             for worker in self.workers.values():
                 worker.state = "gone"
+        else:  # what is known of the steps before, where their own events are not
+            step = whole(event.get("resumed_from"))
+            self.spend.at(step, number(event.get("spend_usd")))
+            self.all_on.at(step, number(event.get("all_on_usd")))
         self.started, self.finished = event, None
 
     def _on_run_finished(self, event: Event) -> None:

@@ -2,9 +2,10 @@ import io
 import math
 
 import pytest
-from fake_run import FakeRun
+from fake_run import FakeClock, FakeRun
 from rich.console import Console
 
+from echo2p2p.telemetry.events import EventLog
 from echo2p2p.telemetry.live import REFRESH_PER_SECOND, LiveView, sparkline, wants_plain
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -67,6 +68,15 @@ def test_it_says_how_far_off_policy_the_newest_step_was(monkeypatch):
         text = shown(view)
     for piece in ("off-policy", "KL ", "clipped 1.0%", "masked 0.2%", "wasted 20%", "entropy", "gradient"):
         assert piece in text
+
+
+def test_what_was_spent_before_a_resume_is_in_the_first_line():
+    log = EventLog(None, role="learner", peer="p", clock=FakeClock())
+    stream = io.StringIO()
+    with LiveView(log, plain=True, stream=stream):
+        log.emit("run_started", max_steps=300, resumed_from=230, spend_usd=1.5, all_on_usd=3.0)
+    assert "step 230/300" in stream.getvalue()
+    assert "spent $1.5" in stream.getvalue()
 
 
 def test_it_redraws_at_most_four_times_a_second():
