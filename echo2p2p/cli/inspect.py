@@ -86,9 +86,7 @@ def workers(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         except SwarmError as error:
             if record is None and not adverts:
                 raise unknown(directory.keys.run) from error
-            click.echo(
-                f"the learner does not answer, so this is what workers announce: {error.message}", err=True
-            )
+            click.echo(f"{_silent(record, error)}; this is what workers announce", err=True)
             status = None
         return adverts, status
 
@@ -176,7 +174,7 @@ def learner(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> N
         except SwarmError as error:
             if record is None:
                 raise unknown(directory.keys.run) from error
-            click.echo(f"the learner does not answer, so this is what it last announced: {error}", err=True)
+            click.echo(f"{_silent(record, error)}; this is what it last announced", err=True)
         else:
             facts |= {k: v for k, v in msgspec.structs.asdict(status).items() if k != "workers"}
             facts["workers"] = len([w for w in status.workers if w.gone_s is None])
@@ -205,6 +203,8 @@ def manifest(as_json: bool, timeout_s: float, run: str | None, **swarm: Any) -> 
         if record is None or not isinstance(record.body, ManifestRecord):
             if learner is None:
                 raise unknown(directory.keys.run)
+            if learner.state != "running":  # the record of what it published has run out before this one
+                raise unreachable(directory.keys.run, learner)
             raise SwarmError(f"{directory.keys.run} has published nothing yet")
         try:
             body = await get_manifest(
@@ -323,14 +323,24 @@ def unknown(run: str) -> SwarmError:
 
 def unreachable(run: str, record: LearnerRecord | None) -> SwarmError:
     """What to say where there are records of ``run``, and its learner, whose last is ``record``, does not answer."""
-    why = "it may have finished, or be down"
-    if record is not None and record.state != "running":
-        why = f"the run is {record.state}"
     return SwarmError(
-        f"the learner of {run} cannot be reached: {why}",
+        f"the learner of {run} cannot be reached: {_why_gone(record)}",
         hint="what it published is in its run folder, for `echo2p2p eval` and `export`; a run that was stopped goes "
         "on with `echo2p2p learner --resume latest`",
     )
+
+
+def _silent(record: LearnerRecord | None, error: SwarmError) -> str:
+    """Why there is no answer of the learner whose last record is ``record``, in words of ours."""
+    if isinstance(error, PeerUnreachable | DeadlineExceeded):
+        return f"the learner does not answer: {_why_gone(record)}"
+    return f"the learner gives no answer that can be used: {error.message}"
+
+
+def _why_gone(record: LearnerRecord | None) -> str:
+    if record is not None and record.state != "running":
+        return f"the run is {record.state}"
+    return "it may have finished, or be down"
 
 
 async def _only_run(network: Any, run: str | None, timeout_s: float) -> str:

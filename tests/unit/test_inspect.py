@@ -90,11 +90,24 @@ def test_a_learner_that_has_left_is_said_to_have_left(look, name):
     assert "it may have finished, or be down" in str(running.exception)
 
 
-def test_what_was_announced_is_shown_although_the_learner_has_left(look):
-    done = look([LEARNER], "learner")
+def test_a_finished_run_whose_manifest_record_is_gone_has_not_published_nothing(look):
+    done = look([LEARNER], "manifest")
+    assert isinstance(done.exception, SwarmError)
+    assert "the run is finished (what it published is in its run folder" in str(done.exception)
+    running = look([msgspec.structs.replace(LEARNER, state="running")], "manifest")
+    assert "has published nothing yet" in str(running.exception)
+
+
+@pytest.mark.parametrize("name", ["learner", "workers"])
+def test_what_was_announced_is_shown_although_the_learner_has_left(look, name):
+    done = look([LEARNER], name)
     assert done.exit_code == 0
-    assert "finished" in done.output
-    assert look([LEARNER], "workers").exit_code == 0
+    assert "the learner does not answer: the run is finished; this is what" in done.stderr
+    assert "cannot be reached" not in done.output, "the network's own words"
+    running = look([msgspec.structs.replace(LEARNER, state="running")], name)
+    assert "it may have finished, or be down" in running.stderr
+    if name == "learner":
+        assert "finished" in done.stdout
 
 
 def joined(tokens_per_s: float) -> Session:
