@@ -8,6 +8,7 @@
     ├── SwarmError
     │   ├── JoinError             4   no bootstrap peer answered, or the clock is off
     │   ├── PeerUnreachable           a peer cannot be dialled, or its stream broke
+    │   │   └── NotSpoken             it can be dialled, and does not speak the protocol
     │   ├── DeadlineExceeded          a wait ran out; says what was waited for, and from whom
     │   └── ProtocolError             a peer sent something that is not our protocol
     │       ├── MessageTooLarge
@@ -78,6 +79,10 @@ class JoinError(SwarmError):
 
 
 class PeerUnreachable(SwarmError):  # noqa: N818 - reads as the state it reports
+    pass
+
+
+class NotSpoken(PeerUnreachable):
     pass
 
 

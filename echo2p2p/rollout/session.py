@@ -29,12 +29,20 @@ from echo2p2p.data.work import (
     Verdict,
     Welcome,
 )
-from echo2p2p.errors import Echo2p2pError, IncompatibleVersion, ProtocolError, SettingsError, TurnedAway
+from echo2p2p.errors import (
+    Echo2p2pError,
+    IncompatibleVersion,
+    NotSpoken,
+    ProtocolError,
+    SettingsError,
+    TurnedAway,
+)
 from echo2p2p.rollout.refusals import Refusals
 from echo2p2p.swarm.messages import PROTOCOL_VERSION, protocol_id, receive, send
 from echo2p2p.swarm.network import Network, Stream
 from echo2p2p.swarm.records import Keys, ManifestRecord, check_live
 from echo2p2p.telemetry.events import EventLog
+from echo2p2p.telemetry.text import short_peer
 
 log = logging.getLogger("echo2p2p.worker")
 
@@ -166,9 +174,16 @@ class LearnerSession:
 
     async def _hold(self) -> bool:
         """One session, from dialling to its end; True if there is no point in another."""
-        stream = await self._network.open_stream(
-            self._keys.learner_id, protocol_id(WORK_PROTOCOL), timeout_s=DIAL_TIMEOUT_S
-        )
+        learner = self._keys.learner_id
+        try:
+            stream = await self._network.open_stream(
+                learner, protocol_id(WORK_PROTOCOL), timeout_s=DIAL_TIMEOUT_S
+            )
+        except NotSpoken:  # a learner that starts up says so too, for a moment
+            raise NotSpoken(
+                f"the peer after the @ of --run, {short_peer(learner)}, is there, but no learner of protocol "
+                f"{PROTOCOL_VERSION}: compare --run with the line that the learner printed"
+            ) from None
         failure: BaseException | None = None
         finished = False
         try:

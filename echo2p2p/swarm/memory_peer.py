@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, PeerUnreachable
+from echo2p2p.errors import DeadlineExceeded, Echo2p2pError, NotSpoken, PeerUnreachable
 from echo2p2p.swarm.clock import Clock
 from echo2p2p.swarm.identity import Identity, PeerId
 from echo2p2p.swarm.links import Block, Downlink, Pipe, Uplink
@@ -127,7 +127,7 @@ class MemoryNetwork:
         handler = other.handler(protocol)
         if handler is None:
             await asyncio.sleep(0)
-            raise PeerUnreachable(f"{peer} does not speak {protocol}")
+            raise NotSpoken(f"{peer} does not speak {protocol}")
         near, far = self._swarm.connect(self, other, protocol)
         other.serve(handler, far)
         return near

@@ -11,7 +11,7 @@ import time
 import pytest
 from hivemind_helpers import Join
 
-from echo2p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from echo2p2p.errors import DeadlineExceeded, NotSpoken, PeerUnreachable, ProtocolError
 from echo2p2p.swarm.hivemind import NodeLimits, StreamLimits
 from echo2p2p.swarm.identity import Identity
 from echo2p2p.swarm.network import Stream
@@ -152,8 +152,9 @@ async def test_unknown_peers_and_protocols_are_unreachable(join: Join) -> None:
     second = await join("second", through=first)
     stranger = Identity.from_seed(b"s" * 32).peer_id
     for peer, protocol in ((stranger, ECHO), (first.peer_id, "/nobody/speaks/this"), ("no peer id", ECHO)):
-        with pytest.raises(PeerUnreachable, match=peer):
+        with pytest.raises(PeerUnreachable, match=peer) as refused:
             await second.open_stream(peer, protocol, timeout_s=10)
+        assert isinstance(refused.value, NotSpoken) == (peer == first.peer_id)
 
 
 async def test_a_peer_that_left_is_unreachable_within_the_deadline(join: Join) -> None:

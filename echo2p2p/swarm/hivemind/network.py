@@ -14,6 +14,7 @@ import msgspec
 from echo2p2p.errors import (
     DeadlineExceeded,
     JoinError,
+    NotSpoken,
     PeerUnreachable,
     SettingsError,
     SwarmError,
@@ -37,6 +38,9 @@ from echo2p2p.swarm.identity import Identity, PeerId, public_key_of
 from echo2p2p.swarm.network import PeerInfo, Stream, StreamHandler
 
 logger = logging.getLogger("echo2p2p.swarm")
+
+_NOT_SPOKEN = "protocols not supported"
+"""What libp2p says of a peer that it has reached and that does not speak the protocol."""
 
 
 class HivemindNetwork:
@@ -159,6 +163,8 @@ class HivemindNetwork:
         except TimeoutError:
             raise DeadlineExceeded(f"{peer} did not open {protocol} within {timeout_s:g} s") from None
         except (PeerUnreachable, VerificationError) as error:
+            if _NOT_SPOKEN in error.message:
+                raise NotSpoken(f"{peer} does not speak {protocol}") from None
             raise PeerUnreachable(f"{peer} cannot be reached for {protocol}: {error.message}") from None
         stream = SocketStream(peer, connection, self._limits.streams, self._opened.discard, dialled=True)
         self._opened.add(stream)
