@@ -33,6 +33,11 @@ def load_config(policy_dir: Path) -> PretrainedConfig:
     Raises:
         SettingsError: the folder has no usable ``config.json``, or it needs code of its own.
     """
+    if not (policy_dir / "config.json").is_file():
+        raise SettingsError(
+            f"{policy_dir} is not a policy folder: it holds no config.json",
+            hint="name a Hugging Face folder; what a run published becomes one with `echo2p2p export`",
+        )
     _read_json(policy_dir / "config.json")
     try:
         return AutoConfig.from_pretrained(policy_dir, local_files_only=True, trust_remote_code=False)

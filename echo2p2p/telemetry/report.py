@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2p2p.errors import OutOfDisk
+from echo2p2p.errors import OutOfDisk, SettingsError
+from echo2p2p.telemetry.events import read_events
 from echo2p2p.telemetry.headline import headline, status
 from echo2p2p.telemetry.history import RunHistory, load_history
 from echo2p2p.telemetry.page import render_page
@@ -38,9 +39,15 @@ def write_report(run_dir: Path, *, version: int | None = None) -> Report:
         version: the policy version whose dissemination is shown; by default that of median T_bcast.
 
     Raises:
-        SettingsError: there is no readable event log in ``run_dir``, or it says nothing of how ``version`` came.
+        SettingsError: there is no readable event log in ``run_dir``, it is a bootstrap peer's, or it says nothing of
+            how ``version`` came.
         OutOfDisk: the files cannot be written.
     """
+    if next(read_events(run_dir / EVENTS_FILE), {}).get("role") == "bootstrap":
+        raise SettingsError(
+            f"{run_dir} is a bootstrap peer's folder: no learner or worker ran here",
+            hint="name the folder of a run",
+        )
     below = sorted({*run_dir.glob(f"*/{EVENTS_FILE}"), *run_dir.glob(f"*/*/{EVENTS_FILE}")})
     history = load_history(run_dir / EVENTS_FILE, below[:MAX_WORKER_LOGS], version=version)
     report = Report(png=run_dir / "report.png", html=run_dir / "report.html")

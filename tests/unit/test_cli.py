@@ -225,6 +225,8 @@ def test_the_shipped_bootstrap_lines_are_right(line, monkeypatch, capsys):
         (["plan", "missing", "-R", "1", "--t-train", "1", "--t-bcast", "0"], 2, "missing"),
         (["export", "latest", "out", "--run-dir", "missing"], 2, "missing"),
         (["report", "/nonexistent"], 2, "/nonexistent"),
+        (["report", "door"], 3, "door is a bootstrap peer's folder: no learner or worker ran here"),
+        (["eval", "door"], 3, "door is neither a run folder nor a policy folder"),
         (["export", "x", "out", "--run-dir", "."], 2, "VERSION"),
     ],
 )
@@ -233,6 +235,8 @@ def test_bad_input_gets_one_clear_line_and_its_exit_code(
 ):
     (tmp_path / "broken.toml").write_text("[learner\n")
     (tmp_path / "p.csv").write_text("worker,price_per_hour,rollouts_per_s\na,cheap,2\n")
+    (tmp_path / "door").mkdir()
+    (tmp_path / "door/events.jsonl").write_text('{"role":"bootstrap","event":"peers","count":0}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["echo2p2p", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -247,7 +251,7 @@ def test_bad_input_gets_one_clear_line_and_its_exit_code(
     ("arguments", "says"),
     [
         (["learner", "--resume", "latest"], "there is no checkpoint under"),
-        (["learner", "--policy", "."], "config.json"),
+        (["learner", "--policy", "."], ". is not a policy folder: it holds no config.json"),
         (["learner", "--run-dir", "deep/er", "--set", "policy.device=abacus"], "no device 'abacus'"),
         (["worker", "--run", f"spark@{PEER[-52:]}", "--initial-peers", PEER, "--device", "abacus"], "abacus"),
         (["learner", "--run-dir", "other"], "holds checkpoints of an earlier run"),
@@ -267,6 +271,16 @@ def test_a_start_that_is_refused_leaves_no_folder_behind(arguments, says, tmp_pa
         "other",
         "empty",
     }  # not its own, and not to be removed
+
+
+def test_a_worker_is_told_of_settings_that_are_its_learner_s(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--run", f"spark@{PEER[-52:]}", "--initial-peers", PEER, "--device", "abacus"]
+    for more, told in (["learner.staleness=9", "--set", "name=x"], True), (["worker.threads=1"], False):
+        monkeypatch.setattr(sys, "argv", ["echo2p2p", "worker", *given, "--set", *more])
+        with pytest.raises(SystemExit):
+            main()
+        assert ("--set of name, learner has no effect" in capsys.readouterr().err) == told
 
 
 def test_a_folder_with_something_in_it_stays(tmp_path):
