@@ -112,8 +112,11 @@ def disk(folder: Path, *, policy_bytes: int, keep_versions: int, max_store_bytes
             free = shutil.disk_usage(place).free
     except OSError as error:
         return failure("disk", f"{place} cannot be written to: {error.strerror}", "name another --run-dir", 3)
-    needed = max(LEAST_FREE_BYTES, (keep_versions + 1) * policy_bytes)
-    says = f"{human_bytes(free)} free in {place}; {keep_versions + 1} versions need {human_bytes(needed)}"
+    versions = (keep_versions + 1) * policy_bytes
+    needed = max(LEAST_FREE_BYTES, versions)
+    says = f"{human_bytes(free)} free in {place}; {keep_versions + 1} versions need {human_bytes(versions)}"
+    if versions < needed:
+        says += f", and a run at least {human_bytes(needed)}"
     if free < needed:
         hint = "free disk space, name another --run-dir, or lower weights.keep_versions"
         return failure("disk", says, hint, OutOfDisk.exit_code)

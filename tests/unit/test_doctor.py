@@ -72,7 +72,8 @@ def test_a_disk_that_cannot_hold_the_versions_is_a_failure(tmp_path):
     assert look(2**50).exit_code == 7
     assert look(2**50).state == "failure"
     assert look(2**28, store=2**28).state == "failure"
-    assert "4 versions need" in look(2**20).says
+    assert "4 versions need 4.0 MiB, and a run at least 1.0 GiB" in look(2**20).says
+    assert look(2**30).says.endswith("4 versions need 4.0 GiB")
     assert not (tmp_path / "not").exists()
 
 
