@@ -77,10 +77,8 @@ def command(
         return
     given = {key for source, tree in layered if source == "--set" for key in tree}
     if ignored := [key for key in _LEARNER_S if key in given]:
-        click.echo(
-            f"--set of {', '.join(ignored)} has no effect: a worker takes these from its run's learner",
-            err=True,
-        )
+        said, theirs = ", ".join(ignored), ", ".join(_LEARNER_S)
+        click.echo(f"--set of {said} has no effect: a worker takes {theirs} from its run's learner", err=True)
     from echo2p2p.cli.run import run_role, setup_logging
     from echo2p2p.roles import run_worker
     from echo2p2p.rundir import RunDir
