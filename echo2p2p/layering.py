@@ -83,13 +83,23 @@ def merge(layered: Sequence[Layer]) -> Settings:
     """
     tree: dict[str, Any] = {}
     for _, layer in layered:
-        tree = _merge(tree, layer)
+        tree = overlay(tree, layer)
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(
             "; ".join(_explain(each, layered) for each in error.errors(include_url=False))
         ) from None
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``over`` laid on it; tables that both have are laid on each other."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        is_both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = overlay(merged[key], value) if is_both else value
+    return merged
 
 
 def source_of(path: Sequence[str | int], layered: Sequence[Layer]) -> str:
@@ -209,14 +219,6 @@ def _names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _names(field.annotation, f"{prefix}{name}.")
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _explain(error: Any, layered: Sequence[Layer]) -> str:

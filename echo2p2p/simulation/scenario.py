@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from echo2p2p.errors import SettingsError
-from echo2p2p.layering import read_toml
+from echo2p2p.layering import overlay, read_toml
 from echo2p2p.settings import NonNegative, Positive, RunName, Section, Settings
 from echo2p2p.simulation.engine import Lengths, Tail
 
@@ -235,7 +235,7 @@ class Scenario(Section):
             "provisioning": {"t_train_prior_s": self.learner.t_train_s},
             "weights": {"chunk_kib": self.policy.chunk_kib},
         }
-        return parse(Settings, _over(whole, self.learner.settings), "learner.settings.")
+        return parse(Settings, overlay(whole, self.learner.settings), "learner.settings.")
 
 
 def load_scenario(source: str | Path) -> Scenario:
@@ -283,11 +283,3 @@ def _explain(error: Any, prefix: str) -> str:
     if not path:
         return str(message)
     return f"{path} = {error['input']!r:.80}: {message[0].lower()}{message[1:]}"
-
-
-def _over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
-    return merged
