@@ -111,6 +111,13 @@ def max_positions(config: PretrainedConfig) -> int:
     return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch raised ``error`` for want of memory."""
+    # Only the GPU's allocator has an error type of its own; the CPU's is told by its words.
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
 def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Log-probabilities at the sampling temperature, in float32: the one definition of engine and trainer.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echo2p2p.data.policy import DTYPES, build_model
+from echo2p2p.data.policy import DTYPES, build_model, is_out_of_memory
 from echo2p2p.data.trajectory import Group
 from echo2p2p.errors import OutOfMemory, SettingsError, VerificationError
 from echo2p2p.learning.audit import Reading
@@ -164,7 +164,7 @@ class GRPOTrainer:
         try:
             skipped = self._update_all(tally)
         except (RuntimeError, MemoryError) as error:
-            if not _is_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self._optimizer.zero_grad(set_to_none=True)
             raise OutOfMemory(
@@ -194,7 +194,7 @@ class GRPOTrainer:
         try:
             return read_groups(self._policy, groups)
         except (RuntimeError, MemoryError) as error:
-            if self._ranks is not None or not _is_memory(error):
+            if self._ranks is not None or not is_out_of_memory(error):
                 raise  # the other ranks wait for this one
             raise OutOfMemory("groups to be read did not fit into memory") from error
 
@@ -460,11 +460,6 @@ class _Fixed:
 
     old: dict[int, Tensor] = field(default_factory=dict)
     reference: dict[int, Tensor] = field(default_factory=dict)
-
-
-def _is_memory(error: Exception) -> bool:
-    kinds = torch.OutOfMemoryError, MemoryError
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _of(rows: Sequence[Row], found: dict[int, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from echo2p2p.data.policy import DTYPES
+from echo2p2p.data.policy import DTYPES, is_out_of_memory
 from echo2p2p.errors import EngineError, OutOfMemory
 from echo2p2p.weights.difference import TensorDifference, difference
 from echo2p2p.weights.snapshot import Snapshot, fingerprint_of, layout_of
@@ -228,9 +228,7 @@ def memory_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # Only the GPU's allocator has an error type of its own; the CPU's is told by its words.
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_memory and "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise EngineError(f"{what} failed: {error}") from error
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
